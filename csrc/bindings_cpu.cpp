@@ -1,0 +1,188 @@
+// Python names for the CPU kernels. Tensors come as addresses and sizes, so one build serves every torch version. The module
+// is built once an instruction set, as fastadv._cpu_baseline, _cpu_avx2 and _cpu_avx512; fastadv/native.py picks one.
+#include <pybind11/pybind11.h>
+
+#include "cpu/kernels.h"
+
+namespace py = pybind11;
+using namespace fastadv;
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// (address, type, row stride, stride), or None for an array that is not there.
+TokenView token_view(const py::object& source) {
+  if (source.is_none()) return {};
+  const auto t = source.cast<py::tuple>();
+  const int type = t[1].cast<int>();
+  if (type < int(DType::kFloat32) || type > int(DType::kInt64)) throw std::invalid_argument("unknown element type " + std::to_string(type));
+  return {pointer<char>(t[0].cast<uintptr_t>()), DType(type), t[2].cast<int64_t>(), t[3].cast<int64_t>()};
+}
+
+// (number of rows, number of tokens, width of a padded row, address of cu_seqlens or 0).
+Rows rows_of(const py::tuple& t) {
+  return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), t[2].cast<int64_t>(), pointer<const int64_t>(t[3].cast<uintptr_t>())};
+}
+
+// (number of groups, number of rows, address of order, address of offsets).
+Groups groups_of(const py::tuple& t) {
+  return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), pointer<const int64_t>(t[2].cast<uintptr_t>()), pointer<const int64_t>(t[3].cast<uintptr_t>())};
+}
+
+// Addresses of minimum, weight, sum, squares, voters.
+MomentArrays moment_arrays(const py::tuple& t) {
+  return {pointer<double>(t[0].cast<uintptr_t>()), pointer<double>(t[1].cast<uintptr_t>()), pointer<double>(t[2].cast<uintptr_t>()),
+          pointer<double>(t[3].cast<uintptr_t>()), pointer<int64_t>(t[4].cast<uintptr_t>())};
+}
+
+// Addresses of offsets, count, sum.
+TurnTable turn_table(const py::tuple& t) {
+  return {pointer<const int64_t>(t[0].cast<uintptr_t>()), pointer<double>(t[1].cast<uintptr_t>()), pointer<double>(t[2].cast<uintptr_t>())};
+}
+
+// (baseline, singleton, scaled, ddof, eps, eps form).
+AdvantageRule advantage_rule(const py::tuple& t) {
+  return {Baseline(t[0].cast<int>()), Singleton(t[1].cast<int>()), t[2].cast<bool>(), t[3].cast<double>(), t[4].cast<double>(), EpsForm(t[5].cast<int>())};
+}
+
+// (rows, groups, then addresses of group, rewards, left_out, votes, include or 0, moments of the mean, moments of the scale).
+AdvantageInputs advantage_inputs(const py::tuple& t) {
+  return {t[0].cast<int64_t>(),
+          t[1].cast<int64_t>(),
+          pointer<const int64_t>(t[2].cast<uintptr_t>()),
+          pointer<const double>(t[3].cast<uintptr_t>()),
+          pointer<const double>(t[4].cast<uintptr_t>()),
+          pointer<const double>(t[5].cast<uintptr_t>()),
+          pointer<const bool>(t[6].cast<uintptr_t>()),
+          moment_arrays(t[7].cast<py::tuple>()),
+          moment_arrays(t[8].cast<py::tuple>())};
+}
+
+int py_turn_ids(const py::tuple& rows, const py::object& mask, uintptr_t turn_ids, int threads) {
+  const Rows r = rows_of(rows);
+  const TokenView m = token_view(mask);
+  const py::gil_scoped_release release;
+  return turn_ids_from_mask(r, m, pointer<int32_t>(turn_ids), threads);
+}
+
+int py_turn_counts(const py::tuple& rows, const py::object& turn_ids, uintptr_t counts, int threads) {
+  const Rows r = rows_of(rows);
+  const TokenView ids = token_view(turn_ids);
+  const py::gil_scoped_release release;
+  return turn_counts(r, ids, pointer<int64_t>(counts), threads);
+}
+
+int py_segment_tokens(const py::tuple& rows, uintptr_t table, uintptr_t offsets, const py::object& turn_ids, const py::object& mask,
+                      uintptr_t tokens, int threads) {
+  const Rows r = rows_of(rows);
+  const TokenView ids = token_view(turn_ids), m = token_view(mask);
+  const py::gil_scoped_release release;
+  return segment_tokens(r, pointer<const float>(table), pointer<const int64_t>(offsets), ids, m, pointer<float>(tokens), threads);
+}
+
+int py_token_counts(const py::tuple& rows, const py::object& mask, uintptr_t counts, int threads) {
+  const Rows r = rows_of(rows);
+  const TokenView m = token_view(mask);
+  const py::gil_scoped_release release;
+  return token_counts(r, m, pointer<int64_t>(counts), threads);
+}
+
+void py_group_moments(const py::tuple& groups, uintptr_t rewards, uintptr_t votes, const py::tuple& out, int threads) {
+  const Groups g = groups_of(groups);
+  const MomentArrays moments = moment_arrays(out);
+  const py::gil_scoped_release release;
+  group_moments(g, pointer<const double>(rewards), pointer<const double>(votes), moments, threads);
+}
+
+void py_turn_moments(const py::tuple& groups, uintptr_t rewards, uintptr_t votes, uintptr_t counts, uintptr_t minimum, const py::tuple& out,
+                     int threads) {
+  const Groups g = groups_of(groups);
+  const TurnTable table = turn_table(out);
+  const py::gil_scoped_release release;
+  turn_moments(g, pointer<const double>(rewards), pointer<const double>(votes), pointer<const int64_t>(counts), pointer<const double>(minimum),
+               table, threads);
+}
+
+void py_group_advantages(const py::tuple& inputs, const py::tuple& rule, uintptr_t advantages, int threads) {
+  const AdvantageInputs in = advantage_inputs(inputs);
+  const AdvantageRule r = advantage_rule(rule);
+  const py::gil_scoped_release release;
+  group_advantages(in, r, pointer<float>(advantages), threads);
+}
+
+void py_turn_advantages(const py::tuple& inputs, const py::tuple& rule, const py::tuple& table, uintptr_t offsets, double kappa,
+                        bool shrink_to_mean, uintptr_t segments, int threads) {
+  const AdvantageInputs in = advantage_inputs(inputs);
+  const AdvantageRule r = advantage_rule(rule);
+  const TurnTable t = turn_table(table);
+  const py::gil_scoped_release release;
+  turn_advantages(in, r, t, pointer<const int64_t>(offsets), kappa, shrink_to_mean, pointer<float>(segments), threads);
+}
+
+// Returns the faults; sums[6] gets loss, clipped, bounded, saturated, sum of -log_ratio, tokens.
+int py_policy_loss(const py::tuple& rows, const py::object& log_probs, const py::object& old_log_probs, const py::object& mask,
+                   int advantage_kind, const py::object& advantages, const py::object& turn_ids, uintptr_t segment_offsets,
+                   const py::object& token_weights, const py::object& is_weights, uintptr_t row_weights, uintptr_t row_tokens,
+                   double scale, int loss, const py::tuple& parameters, const py::object& gradient, uintptr_t token_losses, uintptr_t sums,
+                   int threads) {
+  PolicyLossInputs in;
+  in.rows = rows_of(rows);
+  in.log_probs = token_view(log_probs);
+  in.old_log_probs = token_view(old_log_probs);
+  in.mask = token_view(mask);
+  in.token_weights = token_view(token_weights);
+  in.is_weights = token_view(is_weights);
+  in.turn_ids = token_view(turn_ids);
+  in.advantage_kind = AdvantageKind(advantage_kind);
+  const TokenView a = token_view(advantages);
+  if (in.advantage_kind == AdvantageKind::kToken) {
+    in.token_advantages = a;
+  } else {
+    in.advantages = reinterpret_cast<const float*>(a.data);
+  }
+  in.segment_offsets = pointer<const int64_t>(segment_offsets);
+  in.row_weights = pointer<const double>(row_weights);
+  in.row_tokens = pointer<const int64_t>(row_tokens);
+  in.scale = scale;
+  const LossParameters p{parameters[0].cast<float>(), parameters[1].cast<float>(), parameters[2].cast<float>(), parameters[3].cast<float>()};
+  const TokenView g = token_view(gradient);
+  double* out = pointer<double>(sums);
+  const py::gil_scoped_release release;
+  const PolicyLossSums s = policy_loss(in, Loss(loss), p, g, pointer<float>(token_losses), threads);
+  const double values[] = {s.loss, s.clipped, s.bounded, s.saturated, s.negative_log_ratio, s.tokens};
+  std::copy(std::begin(values), std::end(values), out);
+  return s.faults;
+}
+
+// The best of the builds that this processor runs.
+const char* best_instruction_set() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return "avx512";
+  if (__builtin_cpu_supports("avx2")) return "avx2";
+#endif
+  return "baseline";
+}
+
+}  // namespace
+
+PYBIND11_MODULE(FASTADV_MODULE, m) {
+  m.doc() = "fastadv's CPU kernels; use the ops of fastadv, which check what they pass here";
+  m.def("best_instruction_set", &best_instruction_set);
+  m.def("turn_ids", &py_turn_ids);
+  m.def("turn_counts", &py_turn_counts);
+  m.def("segment_tokens", &py_segment_tokens);
+  m.def("token_counts", &py_token_counts);
+  m.def("group_moments", &py_group_moments);
+  m.def("turn_moments", &py_turn_moments);
+  m.def("group_advantages", &py_group_advantages);
+  m.def("turn_advantages", &py_turn_advantages);
+  m.def("policy_loss", &py_policy_loss);
+  m.attr("FRACTIONAL_MASK") = int(kFractionalMask);
+  m.attr("TURN_OUT_OF_RANGE") = int(kTurnOutOfRange);
+}

@@ -1,0 +1,57 @@
+"""fastadv: the advantage-and-loss step of RL post-training for LLM agents, as exact fused kernels with PyTorch
+references."""
+
+from fastadv.arms import Arm, ArmResult, question_one_arms
+from fastadv.batch import Batch, TokenIds, pad, unpad
+from fastadv.coins import keep
+from fastadv.dispatch import BackendUnavailableError, backends, last_backend
+from fastadv.groups import GroupIndex, group_index
+from fastadv.losses import LossConfig
+from fastadv.ops.group_advantages import group_advantages
+from fastadv.ops.policy_loss import LossOutput, policy_loss
+from fastadv.ops.segments import segment_tokens
+from fastadv.ops.token_counts import Denominators, denominators, token_counts
+from fastadv.ops.turn_advantages import turn_advantages
+from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
+from fastadv.outcomes import Census, Outcome, census
+from fastadv.segment_table import Segments, SegmentTable
+from fastadv.statistics import FrozenStatistics, freeze_statistics
+from fastadv.validation import checks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arm",
+    "ArmResult",
+    "BackendUnavailableError",
+    "Batch",
+    "Census",
+    "Denominators",
+    "FrozenStatistics",
+    "GroupIndex",
+    "LossConfig",
+    "LossOutput",
+    "Outcome",
+    "SegmentTable",
+    "Segments",
+    "TokenIds",
+    "backends",
+    "census",
+    "checks",
+    "denominators",
+    "freeze_statistics",
+    "group_advantages",
+    "group_index",
+    "keep",
+    "last_backend",
+    "pad",
+    "policy_loss",
+    "question_one_arms",
+    "segment_tokens",
+    "segments",
+    "token_counts",
+    "turn_advantages",
+    "turn_ids_from_mask",
+    "turn_ids_from_positions",
+    "unpad",
+]

@@ -1,0 +1,283 @@
+"""A batch of rollouts: what is known per token and per rollout, packed or padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fastadv import validation
+from fastadv.groups import GroupIndex, Labels, group_index
+from fastadv.ops.turn_ids import segments, turn_ids_from_mask
+from fastadv.outcomes import Census, Outcome, census, outcome_tensor
+from fastadv.rows import Rows
+from fastadv.segment_table import Segments
+
+
+def pad(values: Tensor, cu_seqlens: Tensor, *, width: int | None = None, fill: float = 0) -> Tensor:
+    """Packed `[N]` to padded `[B, T]`.
+
+    Args:
+        values: `[N]`, any dtype.
+        cu_seqlens: `[B + 1]`.
+        width: T; None: the longest row.
+        fill: value of the padding.
+
+    Returns:
+        `[B, T]`. Where every row is `width` long this is a view of `values`, else a copy.
+
+    Raises:
+        ValueError: a row longer than `width`, `cu_seqlens` that does not fit.
+    """
+    rows = Rows.of("pad", "values", values, cu_seqlens)
+    lengths = rows.lengths()
+    longest = int(lengths.max()) if rows.count else 0
+    width = longest if width is None else width
+    if longest > width:
+        raise ValueError(f"pad: width is {width}, but a row has {longest} tokens")
+    if rows.tokens == rows.count * width:
+        return values.view(rows.count, width)
+    padded = values.new_full((rows.count, width), fill)
+    padded[_occupied(lengths, width)] = values
+    return padded
+
+
+def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+    """Padded `[B, T]` to packed `[N]`: the first `lengths[b]` tokens of each row.
+
+    Raises:
+        ValueError: a length above T or below 0.
+    """
+    validation.tensor("unpad", "padded", padded)
+    if padded.dim() != 2 or lengths.shape != padded.shape[:1]:
+        raise ValueError(
+            f"unpad: padded has shape {list(padded.shape)}, lengths {list(lengths.shape)}; expected [B, T] and [B]"
+        )
+    if bool(((lengths < 0) | (lengths > padded.shape[1])).any()):
+        raise ValueError(f"unpad: lengths must be in [0, {padded.shape[1]}], the width of padded")
+    return padded[_occupied(lengths, padded.shape[1])]
+
+
+def _occupied(lengths: Tensor, width: int) -> Tensor:
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIds:
+    """Prompt and response ids of each rollout, packed; a rollout's response is the end of its row."""
+
+    ids: Tensor  # [M] int32
+    cu_seqlens: Tensor  # [B + 1] int64
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rollouts with everything that advantages, losses and reports are computed from. Make one with `Batch.of`.
+
+    Per-token tensors are packed `[N]` or padded `[B, T]`, responses only; `packed()` and `padded()` go from one to the
+    other.
+    """
+
+    mask: Tensor  # [N] or [B, T] bool: tokens that the model sampled
+    turn_ids: Tensor  # like mask, int32: turn of each token, -1 outside of turns
+    cu_seqlens: Tensor | None  # [B + 1] int64; None: padded
+    lengths: Tensor  # [B] int64: response tokens
+    rewards: Tensor  # [B] float64
+    groups: GroupIndex
+    outcomes: Tensor  # [B] int64, values of Outcome
+    capped: Tensor  # [B] bool: cut off by a cap, solved or not
+    row_ids: Tensor  # [B] int64: what coins are tossed by; the same in every pass over a rollout
+    rollout_log_probs: Tensor | None = None  # like mask, float32: under the sampler
+    token_ids: TokenIds | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        mask: Tensor,
+        rewards: Tensor,
+        group_ids: Labels,
+        outcomes: Tensor,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+        turn_ids: Tensor | None = None,
+        capped: Tensor | None = None,
+        row_ids: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        token_ids: TokenIds | None = None,
+    ) -> Batch:
+        """Makes a batch from its parts and checks that they fit.
+
+        Args:
+            mask: `[N]` or `[B, T]`, bool, integer or whole-valued float; non-zero marks tokens that the model sampled.
+            rewards: `[B]`; NaN only for rollouts without a result (INFRA).
+            group_ids: `[B]` labels or a GroupIndex.
+            outcomes: `[B]`, see Outcome.
+            cu_seqlens: `[B + 1]` for packed tokens.
+            lengths: `[B]` response tokens of padded rows; None: the width.
+            turn_ids: like mask; None: the runs of the mask.
+            capped: `[B]` bool; None: the rollouts whose outcome is BUDGET.
+            row_ids: `[B]` integers; None: 0 .. B - 1.
+            rollout_log_probs: like mask.
+            token_ids: prompt and response ids.
+
+        Raises:
+            ValueError, TypeError: parts that do not fit.
+        """
+        op = "Batch"
+        rows = Rows.of(op, "mask", mask, cu_seqlens)
+        validation.mask_values(op, "mask", mask)
+        device, shape, per_row = mask.device, tuple(mask.shape), (rows.count,)
+        validation.tensor(op, "rewards", rewards, shape=per_row, device=device)
+        groups = group_index(group_ids, op=op).to(device)
+        if groups.num_rows != rows.count:
+            raise ValueError(f"{op}: group_ids has {groups.num_rows} rows, mask has {rows.count}")
+        outcomes = outcome_tensor(outcomes, op=op).to(device)
+        validation.tensor(op, "outcomes", outcomes, shape=per_row)
+        values = rewards.to(torch.float64)
+        unknown = ~values.isfinite() & (outcomes != Outcome.INFRA)
+        if bool(unknown.any()):
+            row = int(unknown.nonzero()[0])
+            raise ValueError(
+                f"{op}: rewards[{row}] is {float(values[row])}, but its outcome is not INFRA; "
+                "a result has a finite reward"
+            )
+        if turn_ids is None:
+            turn_ids = turn_ids_from_mask(mask, rows.cu_seqlens)
+        validation.tensor(op, "turn_ids", turn_ids, shape=shape, dtypes=(torch.int32, torch.int64), device=device)
+        if rollout_log_probs is not None:
+            validation.tensor(
+                op, "rollout_log_probs", rollout_log_probs, shape=shape, dtypes=validation.FLOATS, device=device
+            )
+        if rows.cu_seqlens is not None:
+            lengths = rows.lengths()
+        elif lengths is None:
+            lengths = torch.full(per_row, mask.shape[1], dtype=torch.int64, device=device)
+        row_ids = torch.arange(rows.count, device=device) if row_ids is None else row_ids
+        validation.tensor(op, "row_ids", row_ids, shape=per_row, dtypes=validation.INTEGERS, device=device)
+        capped = outcomes == Outcome.BUDGET if capped is None else capped
+        validation.tensor(op, "capped", capped, shape=per_row, dtypes=(torch.bool,), device=device)
+        if token_ids is not None:
+            validation.tensor(op, "token_ids.cu_seqlens", token_ids.cu_seqlens, shape=(rows.count + 1,), device=device)
+            if bool((token_ids.cu_seqlens.diff() < lengths).any()):
+                raise ValueError(f"{op}: token_ids has a row with fewer tokens than its response")
+        return cls(
+            mask != 0,
+            turn_ids,
+            rows.cu_seqlens,
+            lengths,
+            values,
+            groups,
+            outcomes,
+            capped,
+            row_ids.to(torch.int64),
+            rollout_log_probs,
+            token_ids,
+        )
+
+    @property
+    def num_rollouts(self) -> int:
+        """Number of rollouts, B."""
+        return self.rewards.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens, padding not counted."""
+        return int(self.lengths.sum())
+
+    @property
+    def rows(self) -> Rows:
+        """The token layout."""
+        return Rows(self.mask.shape, self.num_rollouts, self.cu_seqlens)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The (rollout, turn) pairs."""
+        return segments(self.turn_ids, self.cu_seqlens)
+
+    def census(self) -> Census:
+        """Counts of outcomes, over all and by group."""
+        return census(self.outcomes, self.groups)
+
+    def padded(self, width: int | None = None) -> Batch:
+        """The batch with `[B, T]` tokens. A view where every row is `width` long, else a copy."""
+        if self.cu_seqlens is None:
+            return self
+        cu_seqlens = self.cu_seqlens
+
+        def spread(values: Tensor, fill: float) -> Tensor:
+            return pad(values, cu_seqlens, width=width, fill=fill)
+
+        log_probs = None if self.rollout_log_probs is None else spread(self.rollout_log_probs, 0.0)
+        return replace(
+            self,
+            mask=spread(self.mask, 0),
+            turn_ids=spread(self.turn_ids, -1),
+            rollout_log_probs=log_probs,
+            cu_seqlens=None,
+        )
+
+    def packed(self) -> Batch:
+        """The batch with `[N]` tokens and `cu_seqlens`."""
+        if self.cu_seqlens is not None:
+            return self
+        log_probs = None if self.rollout_log_probs is None else unpad(self.rollout_log_probs, self.lengths)
+        return replace(
+            self,
+            mask=unpad(self.mask, self.lengths),
+            turn_ids=unpad(self.turn_ids, self.lengths),
+            rollout_log_probs=log_probs,
+            cu_seqlens=_offsets(self.lengths),
+        )
+
+    def select(self, rows: Tensor) -> Batch:
+        """The rollouts where `rows [B]` (bool) is True, packed; groups keep the members that are left."""
+        batch = self.packed()
+        assert batch.cu_seqlens is not None
+        validation.tensor("Batch.select", "rows", rows, shape=(batch.num_rollouts,), dtypes=(torch.bool,))
+        tokens = batch.rows.spread(rows)
+        ids = batch.token_ids
+        if ids is not None:
+            counts = ids.cu_seqlens.diff()
+            kept = torch.repeat_interleave(rows, counts, output_size=ids.ids.shape[0])
+            ids = TokenIds(ids.ids[kept], _offsets(counts[rows]))
+        return Batch(
+            mask=batch.mask[tokens],
+            turn_ids=batch.turn_ids[tokens],
+            cu_seqlens=_offsets(batch.lengths[rows]),
+            lengths=batch.lengths[rows],
+            rewards=batch.rewards[rows],
+            groups=group_index(batch.groups.index[rows]),
+            outcomes=batch.outcomes[rows],
+            capped=batch.capped[rows],
+            row_ids=batch.row_ids[rows],
+            rollout_log_probs=None if batch.rollout_log_probs is None else batch.rollout_log_probs[tokens],
+            token_ids=ids,
+        )
+
+    def micro_batches(self, max_tokens: int) -> Iterator[tuple[int, int]]:
+        """Ranges `(first, last)` of rollouts, in order, each with at most `max_tokens` padded tokens, or a single
+        rollout.
+
+        Raises:
+            ValueError: max_tokens below 1.
+        """
+        if max_tokens < 1:
+            raise ValueError(f"micro_batches: max_tokens is {max_tokens}; it must be at least 1")
+        lengths = self.lengths.tolist() if self.token_ids is None else self.token_ids.cu_seqlens.diff().tolist()
+        first, longest = 0, 0
+        for row, length in enumerate(lengths):
+            longest_now = max(longest, length)
+            if row > first and longest_now * (row + 1 - first) > max_tokens:
+                yield first, row
+                first, longest_now = row, length
+            longest = longest_now
+        if first < len(lengths):
+            yield first, len(lengths)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -1,0 +1,76 @@
+"""The compiled CPU kernels: which build the processor runs, and tensors as the kernels take them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fastadv.rows import Rows
+
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.uint8: 3,
+    torch.bool: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+}
+# Work below this many tokens is done by the calling thread: starting another costs more.
+TOKENS_FOR_THREADS = 65_536
+
+View = tuple[int, int, int, int]
+
+
+@functools.cache
+def module() -> ModuleType:
+    """The extension for the best instruction set of this processor.
+
+    `FASTADV_CPU_ISA` (auto, baseline, avx2, avx512) asks for a certain one; all give the same bits. Raises ImportError
+    with the reason where it was not built, does not load, or the processor lacks the instructions.
+    """
+    baseline = importlib.import_module("fastadv._cpu_baseline")
+    best = str(baseline.best_instruction_set())
+    wanted = os.environ.get("FASTADV_CPU_ISA", "auto")
+    if wanted == "auto":
+        wanted = best
+    if wanted not in INSTRUCTION_SETS:
+        raise ImportError(f"FASTADV_CPU_ISA is {wanted!r}; it must be auto or one of {', '.join(INSTRUCTION_SETS)}")
+    if INSTRUCTION_SETS.index(wanted) > INSTRUCTION_SETS.index(best):
+        raise ImportError(f"FASTADV_CPU_ISA is {wanted!r}, but this processor runs {best} at most")
+    return baseline if wanted == "baseline" else importlib.import_module(f"fastadv._cpu_{wanted}")
+
+
+def threads(tokens: int) -> int:
+    """Threads for this much work: torch's number, or one where the work is small."""
+    return torch.get_num_threads() if tokens >= TOKENS_FOR_THREADS else 1
+
+
+def view(t: Tensor | None) -> View | None:
+    """A per-token tensor as the kernels take it: address, type, row stride, stride (in elements)."""
+    if t is None:
+        return None
+    strides = t.stride()
+    return (t.data_ptr(), DTYPES[t.dtype], strides[0] if len(strides) == 2 else 0, strides[-1] if strides else 1)
+
+
+def rows(r: Rows) -> tuple[int, int, int, int]:
+    """A layout as the kernels take it: rows, tokens, width, address of cu_seqlens."""
+    width = r.shape[1] if r.cu_seqlens is None else 0
+    return (r.count, r.tokens, width, 0 if r.cu_seqlens is None else r.cu_seqlens.data_ptr())
+
+
+def address(t: Tensor | None) -> int:
+    """Address of a contiguous tensor, 0 for none."""
+    return 0 if t is None else t.data_ptr()
+
+
+def as_mask(mask: Tensor) -> Tensor:
+    """The mask in a type that the kernels read; rare types become bool."""
+    return mask if mask.dtype in DTYPES else mask != 0

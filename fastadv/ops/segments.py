@@ -1,0 +1,64 @@
+"""Values of a segment table at each token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastadv import dispatch, native, validation
+from fastadv.ops._register import native_op
+from fastadv.reference import segments as reference
+from fastadv.rows import Rows
+from fastadv.segment_table import SegmentTable
+
+
+def _fake(values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
+    return values.new_empty(turn_ids.shape)
+
+
+@native_op("segment_tokens", _fake)
+def _launch(
+    values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    rows = Rows.trusted(turn_ids, cu_seqlens)
+    tokens = torch.empty(turn_ids.shape, dtype=torch.float32)
+    faults = native.module().segment_tokens(
+        native.rows(rows),
+        values.data_ptr(),
+        offsets.data_ptr(),
+        native.view(turn_ids),
+        native.view(mask),
+        tokens.data_ptr(),
+        native.threads(rows.tokens),
+    )
+    validation.native_faults("segment_tokens", faults)
+    return tokens
+
+
+def segment_tokens(table: SegmentTable, mask: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Writes a segment table out per token.
+
+    Losses look tables up by themselves; this is for code that wants the `[N]` tensor.
+
+    Args:
+        table: values per (rollout, turn).
+        mask: shaped like the table's `turn_ids`; tokens with 0 get 0.
+        backend: "auto", "reference" or "cpu".
+
+    Returns:
+        Tensor of the shape of `turn_ids` in the table's dtype; 0 outside of turns.
+
+    Raises:
+        ValueError: a mask of another shape, a fractional mask value.
+    """
+    op = "segment_tokens"
+    index = table.segments
+    validation.tensor(op, "table.values", table.values, shape=(index.count,), dtypes=(torch.float32, torch.float64))
+    if mask is not None:
+        validation.tensor(op, "mask", mask, shape=tuple(index.turn_ids.shape), device=table.values.device)
+        validation.mask_values(op, "mask", mask)
+    if dispatch.resolve(op, backend, table.values) == "reference":
+        return reference.segment_tokens(table.values, index.offsets, index.turn_ids, index.rows, mask)
+    mask = None if mask is None else native.as_mask(mask)
+    tokens: Tensor = _launch(table.values.contiguous(), index.offsets, index.turn_ids, index.cu_seqlens, mask)
+    return tokens

@@ -1,0 +1,123 @@
+"""Tokens that count, by row, and the denominators that losses are divided by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastadv import dispatch, native, validation
+from fastadv.ops._register import native_op
+from fastadv.reference import token_counts as reference
+from fastadv.rows import Rows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Denominators:
+    """What a batch, or a whole optimizer step, may be divided by. Counts are 0-d float64 tensors (or plain numbers).
+
+    A loss that is given this object divides by the field that its configuration names, so the sum over micro-batches,
+    accumulation steps and ranks is the loss of the whole step.
+    """
+
+    tokens: Number  # tokens with a non-zero mask
+    sequences: Number  # rollouts with at least one such token
+    candidates: Number  # all rollouts, those without a token included
+    horizon: float | None = None  # constant length for seq-mean-token-sum-norm (Dr. GRPO), in tokens
+    ranks: int = 1  # data-parallel ranks whose gradients the trainer averages: the loss is multiplied by it
+
+    def with_candidates(self, candidates: float) -> Denominators:
+        """The same with another number of candidates, say the rollouts before a filter dropped some."""
+        if not candidates > 0:
+            raise ValueError(f"Denominators: candidates is {candidates}; it must be positive")
+        return replace(self, candidates=float(candidates))
+
+
+def _fake(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return mask.new_empty(mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, dtype=torch.int64)
+
+
+@native_op("token_counts", _fake)
+def _launch(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    rows = Rows.trusted(mask, cu_seqlens)
+    counts = torch.empty(rows.count, dtype=torch.int64)
+    faults = native.module().token_counts(
+        native.rows(rows), native.view(mask), counts.data_ptr(), native.threads(rows.tokens)
+    )
+    validation.native_faults("token_counts", faults)
+    return counts
+
+
+def token_counts(mask: Tensor, cu_seqlens: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Counts the tokens with a non-zero mask in each rollout.
+
+    Args:
+        mask: `[N]` or `[B, T]`, any bool, integer or whole-valued float dtype.
+        cu_seqlens: `[B + 1]` int32 or int64 for packed tokens; without it, 1-D tokens are one rollout.
+        backend: "auto", "reference" or "cpu".
+
+    Returns:
+        `[B]` int64.
+
+    Raises:
+        ValueError: a fractional mask value, or `cu_seqlens` that does not fit.
+    """
+    op = "token_counts"
+    rows = Rows.of(op, "mask", mask, cu_seqlens)
+    return counts_of(op, mask, rows, dispatch.resolve(op, backend, mask if mask.device.type != "cpu" else None))
+
+
+def counts_of(op: str, mask: Tensor, rows: Rows, backend: str) -> Tensor:
+    """`token_counts` for a layout and a backend that are settled."""
+    if backend == "reference":
+        validation.mask_values(op, "mask", mask)
+        return reference.token_counts(mask, rows)
+    counts: Tensor = _launch(native.as_mask(mask), rows.cu_seqlens)
+    return counts
+
+
+def denominators(
+    mask: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    horizon: float | None = None,
+    process_group: ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Denominators:
+    """Counts what a step's losses are divided by. Call it once per optimizer step, on the mask of the whole step.
+
+    Args:
+        mask: `[N]` or `[B, T]`; non-zero counts.
+        cu_seqlens: `[B + 1]` for packed tokens.
+        horizon: constant length in tokens for "seq-mean-token-sum-norm".
+        process_group: data-parallel group; counts are summed over it (one all-reduce that every rank must join, ranks
+            without a token too) and `ranks` is its size, since trainers average gradients over the group.
+        backend: "auto", "reference" or "cpu".
+
+    Returns:
+        Denominators with counts on the mask's device; nothing waits for a GPU.
+
+    Raises:
+        ValueError: a horizon that is not positive, a fractional mask value, `cu_seqlens` that does not fit.
+    """
+    if horizon is not None and not horizon > 0:
+        raise ValueError(f"denominators: horizon is {horizon}; it must be positive")
+    counts = token_counts(mask, cu_seqlens, backend=backend)
+    stacked = torch.stack([counts.sum(), (counts > 0).sum(), torch.full_like(counts.sum(), counts.shape[0])]).to(
+        torch.float64
+    )
+    ranks = 1
+    if process_group is not None:
+        import torch.distributed as dist
+
+        dist.all_reduce(stacked, group=process_group)
+        ranks = dist.get_world_size(process_group)
+    tokens, sequences, candidates = stacked.unbind()
+    return Denominators(tokens, sequences, candidates, horizon, ranks)

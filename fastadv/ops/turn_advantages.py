@@ -1,0 +1,194 @@
+"""Reward minus a baseline conditioned on the turn reached, one advantage a (rollout, turn)."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from fastadv import native, validation
+from fastadv.groups import GroupIndex, Labels
+from fastadv.ops._register import native_op
+from fastadv.ops.group_advantages import kernel_arguments, launch_arguments, prepare
+from fastadv.ops.moments import turn_moments
+from fastadv.ops.segments import segment_tokens
+from fastadv.ops.turn_ids import segments
+from fastadv.reference import turn_advantages as reference
+from fastadv.reference.group_advantages import AdvantageRule
+from fastadv.segment_table import Segments, SegmentTable
+from fastadv.statistics import FrozenStatistics
+
+SHRINK_TARGETS = ("loo", "mean")
+OUTPUTS = ("tokens", "segments")
+
+
+def _fake(
+    tensors: list[Tensor],
+    include: Tensor | None,
+    rule: list[float],
+    table: list[Tensor],
+    offsets: Tensor,
+    segments: int,
+    kappa: float,
+    shrink_to_mean: bool,
+) -> Tensor:
+    return tensors[0].new_empty(segments, dtype=torch.float32)
+
+
+@native_op("turn_advantages", _fake)
+def _launch(
+    tensors: list[Tensor],
+    include: Tensor | None,
+    rule: list[float],
+    table: list[Tensor],
+    offsets: Tensor,
+    segments: int,
+    kappa: float,
+    shrink_to_mean: bool,
+) -> Tensor:
+    values = torch.empty(segments, dtype=torch.float32)
+    native.module().turn_advantages(
+        *kernel_arguments(tensors, include, rule),
+        tuple(t.data_ptr() for t in table),
+        offsets.data_ptr(),
+        kappa,
+        shrink_to_mean,
+        values.data_ptr(),
+        native.threads(segments),
+    )
+    return values
+
+
+@overload
+def turn_advantages(
+    rewards: Tensor,
+    group_ids: Labels | GroupIndex,
+    turn_ids: Tensor | Segments,
+    cu_seqlens: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    kappa: float = 2.0,
+    shrink_to: str = "loo",
+    population: str = "all",
+    include: Tensor | None = None,
+    singleton: str = "zero",
+    scale: str = "none",
+    ddof: float = 1,
+    eps: float = 1e-6,
+    eps_form: str = "add",
+    statistics: FrozenStatistics | None = None,
+    output: Literal["tokens"] = "tokens",
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def turn_advantages(
+    rewards: Tensor,
+    group_ids: Labels | GroupIndex,
+    turn_ids: Tensor | Segments,
+    cu_seqlens: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    kappa: float = 2.0,
+    shrink_to: str = "loo",
+    population: str = "all",
+    include: Tensor | None = None,
+    singleton: str = "zero",
+    scale: str = "none",
+    ddof: float = 1,
+    eps: float = 1e-6,
+    eps_form: str = "add",
+    statistics: FrozenStatistics | None = None,
+    output: Literal["segments"],
+    backend: str = "auto",
+) -> SegmentTable: ...
+
+
+def turn_advantages(
+    rewards: Tensor,
+    group_ids: Labels | GroupIndex,
+    turn_ids: Tensor | Segments,
+    cu_seqlens: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    kappa: float = 2.0,
+    shrink_to: str = "loo",
+    population: str = "all",
+    include: Tensor | None = None,
+    singleton: str = "zero",
+    scale: str = "none",
+    ddof: float = 1,
+    eps: float = 1e-6,
+    eps_form: str = "add",
+    statistics: FrozenStatistics | None = None,
+    output: str = "tokens",
+    backend: str = "auto",
+) -> Tensor | SegmentTable:
+    """Advantage of each turn: the rollout's reward minus the mean reward of the others that got as far.
+
+    At turn l the baseline is `target + lam * (bucket - target)`: bucket is the mean over the other voters that reached
+    turn l, target the mean over the other voters, `lam = n / (n + kappa)` with n the number in the bucket. It is known
+    before turn l is sampled, so the policy gradient stays unbiased; it takes away what the turn number says about the
+    reward.
+
+    Args:
+        rewards: `[B]`. May be NaN only in rows that do not vote.
+        group_ids: `[B]` labels or a GroupIndex.
+        turn_ids: turn of each token from 0, -1 outside of turns, `[N]` or `[B, T]` int32 or int64; or the batch's
+            Segments.
+        cu_seqlens: `[B + 1]` for packed tokens.
+        mask: shaped like `turn_ids`; tokens with 0 get 0. It changes nothing else: turns are counted from `turn_ids`
+            alone.
+        kappa: pseudo-count that shrinks a thin bucket to the target.
+        shrink_to: target of the shrinkage: "loo", or "mean", the group's mean with the row in it, which scales the
+            gradient of each turn by another factor below 1 (kept for comparison).
+        population, include, singleton, scale, ddof, eps, eps_form: as in `group_advantages`, which also returns the
+            rows that `singleton="drop"` takes out of the denominators: they are the same.
+        statistics: frozen statistics of the unmasked batch, frozen with `turn_ids` and this kappa.
+        output: "tokens" for a tensor like `turn_ids`, "segments" for a SegmentTable, which losses look up in the
+            kernel.
+        backend: "auto", "reference" or "cpu".
+
+    Returns:
+        float32 (float64 for float64 rewards), 0 at tokens outside of turns; or the SegmentTable.
+
+    Raises:
+        ValueError, TypeError: as `group_advantages`; kappa other than that of the statistics.
+
+    Source: docs/theory.md, equation 13.
+    """
+    op = "turn_advantages"
+    validation.choice(op, "shrink_to", shrink_to, SHRINK_TARGETS)
+    validation.choice(op, "output", output, OUTPUTS)
+    validation.non_negative(op, "kappa", kappa)
+    rule = AdvantageRule("loo", singleton, scale, ddof, eps, eps_form)
+    prepared = prepare(op, backend, rewards, group_ids, rule, population, include, None, statistics)
+    index = segments(turn_ids, cu_seqlens)
+    inputs = prepared.inputs
+    if index.num_rows != inputs.groups.num_rows:
+        raise ValueError(f"{op}: turn_ids has {index.num_rows} rollouts, rewards has {inputs.groups.num_rows}")
+    if statistics is None:
+        table = turn_moments(inputs.left_out, inputs.votes, inputs.groups, index, inputs.mean.minimum, prepared.backend)
+    else:
+        if kappa != statistics.kappa:
+            raise ValueError(
+                f"{op}: kappa is {kappa}, but the statistics were frozen for kappa={statistics.kappa}; "
+                "use one of the two"
+            )
+        frozen = statistics.population(population, op)
+        if frozen.turns is None or statistics.segments is None:
+            raise ValueError(f"{op}: the statistics were frozen without turn_ids; freeze them with it")
+        if validation.reads_values(index.offsets) and not torch.equal(index.offsets, statistics.segments.offsets):
+            raise ValueError(f"{op}: turn_ids has other turns than those that the statistics were frozen with")
+        table = frozen.turns
+    if prepared.backend == "reference":
+        values = reference.turn_advantages(inputs, rule, table, index.offsets, index.count, kappa, shrink_to)
+        values = values.to(prepared.dtype)
+    else:
+        values = _launch(
+            *launch_arguments(inputs, rule), list(table), index.offsets, index.count, float(kappa), shrink_to == "mean"
+        )
+    result = SegmentTable(values, index)
+    return result if output == "segments" else segment_tokens(result, mask, backend=prepared.backend)

@@ -1,0 +1,72 @@
+"""What each group knows of its voters' rewards. All of it is float64 and shifted by the group's smallest voting reward:
+a group without spread is then made of exact zeros, whatever its value and size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastadv.groups import GroupIndex
+
+
+class GroupMoments(NamedTuple):
+    """Moments of the voters of each group, each `[G]`; sums weighted by the votes."""
+
+    minimum: Tensor  # float64: smallest reward
+    weight: Tensor  # float64: sum of votes
+    sum: Tensor  # float64: of votes * (reward - minimum)
+    squares: Tensor  # float64: of votes * (reward - mean)^2
+    voters: Tensor  # int64: rows with a vote that is not zero
+
+
+class TurnMoments(NamedTuple):
+    """Voters that reached each turn of a group: ragged, group g's turns are `[offsets[g], offsets[g + 1])`."""
+
+    offsets: Tensor  # [G + 1] int64
+    votes: Tensor  # [at least offsets[G]] float64: of those with more than `turn` turns
+    rewards: Tensor  # like votes: sum of votes * (reward - minimum) over them
+
+
+def group_moments(rewards: Tensor, votes: Tensor, groups: GroupIndex) -> GroupMoments:
+    """Moments of `rewards [B]` float64 over rows with `votes [B]` float64 not zero."""
+    index, votes_here = groups.index, votes != 0
+    infinity = torch.full_like(rewards[:1], torch.inf).expand(groups.num_groups)
+    minimum = infinity.scatter_reduce(0, index, torch.where(votes_here, rewards, torch.inf), "amin")
+    voters = torch.zeros_like(groups.offsets[1:]).index_add(0, index, votes_here.to(torch.int64))
+    minimum = torch.where(voters > 0, minimum, 0.0)
+
+    def total(values: Tensor) -> Tensor:  # of votes * values by group, over voters only
+        weighted = torch.where(votes_here, votes * values, 0.0)
+        return torch.zeros_like(minimum).index_add(0, index, weighted)
+
+    shifted = rewards - minimum[index]
+    weight = total(torch.ones_like(votes))
+    reward_sum = total(shifted)
+    mean = torch.where(weight > 0, reward_sum / weight, 0.0)
+    return GroupMoments(minimum, weight, reward_sum, total((shifted - mean[index]).square()), voters)
+
+
+def turn_moments(
+    rewards: Tensor,
+    votes: Tensor,
+    groups: GroupIndex,
+    turn_counts: Tensor,
+    segment_offsets: Tensor,
+    segments: int,
+    minimum: Tensor,
+) -> TurnMoments:
+    """Moments by turn. `turn_counts [B]` turns of each row, `segment_offsets [B + 1]` their running sum, `segments` its
+    end."""
+    turns = torch.zeros_like(groups.offsets[1:]).scatter_reduce(0, groups.index, turn_counts, "amax")  # [G]
+    offsets = torch.cat([turns.new_zeros(1), turns.cumsum(0)])
+    row = torch.repeat_interleave(
+        torch.arange(groups.num_rows, device=rewards.device), turn_counts, output_size=segments
+    )  # [S]
+    turn = torch.arange(segments, device=rewards.device) - segment_offsets[row]
+    slot = offsets[groups.index[row]] + turn  # [S]: the (group, turn) that a segment belongs to
+    shifted = torch.where(votes != 0, votes * (rewards - minimum[groups.index]), 0.0)  # [B]
+    zeros = torch.zeros(segments, dtype=torch.float64, device=rewards.device)  # no group has more turns than segments
+    return TurnMoments(offsets, zeros.index_add(0, slot, votes[row]), zeros.index_add(0, slot, shifted[row]))

@@ -1,0 +1,96 @@
+"""How the tokens of a batch divide into rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastadv import validation
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Packed tokens `[N]` with `cu_seqlens [B + 1]` (flash-attn's varlen convention), or padded tokens `[B, T]`.
+
+    Packed tokens without `cu_seqlens` are one rollout.
+    """
+
+    shape: torch.Size
+    count: int
+    cu_seqlens: Tensor | None  # [B + 1] int64 on the tokens' device; None: padded
+
+    @classmethod
+    def of(cls, op: str, name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> Rows:
+        """Reads the layout off a per-token tensor.
+
+        Raises ValueError where the tensor is not 1-D or 2-D, and where `cu_seqlens` does not start at 0, decreases, or
+        does not end at the number of tokens.
+        """
+        validation.tensor(op, name, tokens)
+        if tokens.dim() == 2:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    f"{op}: {name} is padded [B, T] and cu_seqlens is given; pass packed [N] tokens with cu_seqlens"
+                )
+            return cls(tokens.shape, tokens.shape[0], None)
+        if tokens.dim() != 1:
+            raise ValueError(f"{op}: {name} has shape {list(tokens.shape)}; pass packed [N] or padded [B, T] tokens")
+        if cu_seqlens is None:
+            return cls(tokens.shape, 1, torch.arange(2, device=tokens.device) * tokens.shape[0])
+        validation.tensor(op, "cu_seqlens", cu_seqlens, dtypes=(torch.int32, torch.int64), device=tokens.device)
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"{op}: cu_seqlens has shape {list(cu_seqlens.shape)}; expected [B + 1], starting with 0")
+        cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+        if validation.reads_values(cu_seqlens):
+            _check_offsets(op, name, cu_seqlens, tokens.shape[0])
+        return cls(tokens.shape, cu_seqlens.shape[0] - 1, cu_seqlens)
+
+    @classmethod
+    def trusted(cls, tokens: Tensor, cu_seqlens: Tensor | None) -> Rows:
+        """The layout of a per-token tensor whose `cu_seqlens` came from `of`."""
+        return cls(tokens.shape, tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, cu_seqlens)
+
+    @property
+    def tokens(self) -> int:
+        """Number of token slots, padding included."""
+        return self.shape.numel()
+
+    def lengths(self) -> Tensor:
+        """Token slots of each row, `[B]` int64."""
+        if self.cu_seqlens is None:
+            raise ValueError("padded rows all have the width of the tensor")
+        return self.cu_seqlens.diff()
+
+    def row_of_token(self) -> Tensor:
+        """Row of each token of a packed batch, `[N]` int64."""
+        rows = torch.arange(self.count, device=self.lengths().device)
+        return torch.repeat_interleave(rows, self.lengths(), output_size=self.tokens)
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """A per-row value at each token: `[B]` to the tokens' shape (padded: a view)."""
+        if self.cu_seqlens is None:
+            return per_row[:, None].expand(self.shape)
+        return torch.repeat_interleave(per_row, self.lengths(), output_size=self.tokens)
+
+    def sum(self, per_token: Tensor) -> Tensor:
+        """Sum over each row's tokens, `[B]`."""
+        if self.cu_seqlens is None:
+            return per_token.sum(-1)
+        zeros = per_token.new_zeros(self.count)
+        return zeros.index_add(0, self.row_of_token(), per_token)
+
+
+def _check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int) -> None:
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0:
+        raise ValueError(f"{op}: cu_seqlens starts at {first}; it must start at 0")
+    steps = cu_seqlens.diff()
+    if bool((steps < 0).any()):
+        row = int((steps < 0).nonzero()[0])
+        raise ValueError(
+            f"{op}: cu_seqlens decreases after row {row} ({int(cu_seqlens[row])} to {int(cu_seqlens[row + 1])})"
+        )
+    if last != tokens:
+        raise ValueError(f"{op}: cu_seqlens ends at {last}, but {name} has {tokens} tokens")

@@ -1,0 +1,63 @@
+"""Helpers for tests, examples and benchmarks: rollouts in the formats that trainers write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def miles_sample(
+    *,
+    group_index: int,
+    index: int,
+    prompt: str,
+    response: str,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    loss_mask: Sequence[int],
+    rollout_log_probs: Sequence[float] | None,
+    reward: float | None,
+    status: str = "completed",
+    metadata: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One rollout as an entry of the `samples` list that Miles' and slime's `--save-debug-rollout-data` write.
+
+    Args:
+        group_index, index: numbers of the prompt and of the rollout.
+        prompt, response: text.
+        prompt_ids, response_ids: token ids.
+        loss_mask: one int a response token, 1 where the model sampled it.
+        rollout_log_probs: one float a response token, 0.0 where it was not sampled.
+        reward: None where the rollout has no result.
+        status: "completed", "truncated", "aborted", "failed" or "pending".
+        metadata: free, `exit_status` says why an agent stopped.
+
+    Returns:
+        A dictionary of plain objects, as `Sample.to_dict` gives it; save `{"rollout_id", "samples", "metadata"}` with
+        `torch.save`.
+    """
+    return {
+        "group_index": group_index,
+        "index": index,
+        "prompt": prompt,
+        "tokens": [*prompt_ids, *response_ids],
+        "multimodal_inputs": None,
+        "multimodal_train_inputs": None,
+        "response": response,
+        "response_length": len(response_ids),
+        "label": None,
+        "reward": reward,
+        "loss_mask": list(loss_mask),
+        "weight_versions": [],
+        "rollout_log_probs": None if rollout_log_probs is None else list(rollout_log_probs),
+        "rollout_routed_experts": None,
+        "remove_sample": False,
+        "teacher_log_probs": None,
+        "status": status,
+        "metadata": dict(metadata or {}),
+        "generate_function_path": None,
+        "train_metadata": None,
+        "non_generation_time": 0.0,
+        "spec_info": {},
+        "prefix_cache_info": {},
+    }

@@ -1,0 +1,128 @@
+"""Checks of what callers pass: always of shape, dtype and device, of values where that is affordable.
+
+Reading a value on a GPU would stop the host until the device has caught up, so under `checks("auto")` values are read
+on CPU tensors only, and never while `torch.compile` traces. With `checks("on")` they are read everywhere, with
+`checks("off")` nowhere; a bad value then gives NaN, never a plausible number.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODES = ("auto", "on", "off")
+_mode: str = os.environ.get("FASTADV_CHECKS", "auto")
+if _mode not in MODES:
+    raise ValueError(f"FASTADV_CHECKS is {_mode!r}; it must be one of {', '.join(MODES)}")
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+class checks:  # noqa: N801 - called like a function, usable as a context manager
+    """Sets when the values of arguments are checked: "auto" (CPU tensors), "on" or "off".
+
+    Takes effect at once and stays; as a context manager (`with fa.checks("off"):`) the mode before it comes back at the
+    end.
+    """
+
+    def __init__(self, mode: str) -> None:
+        global _mode
+        if mode not in MODES:
+            raise ValueError(f"checks: mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        self._before, _mode = _mode, mode
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _mode
+        _mode = self._before
+
+
+def reads_values(*tensors: Tensor | None) -> bool:
+    """Whether the values of these tensors may be read now."""
+    if _mode == "off" or torch.compiler.is_compiling():
+        return False
+    if _mode == "on":
+        return True
+    return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
+
+
+def choice(op: str, name: str, value: Any, valid: tuple[str, ...]) -> None:
+    """Raises unless `value` is one of the valid names."""
+    if value not in valid:
+        raise ValueError(f"{op}: {name} is {value!r}; it must be one of {', '.join(map(repr, valid))}")
+
+
+def tensor(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raises unless `value` is a tensor of this shape, one of these dtypes and on this device."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass a tensor")
+    if dtypes is not None and value.dtype not in dtypes:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{op}: {name} has dtype {value.dtype}; use {allowed}")
+    if shape is not None and tuple(value.shape) != shape:
+        raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected {list(shape)}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{op}: {name} is on {value.device}, the other arguments are on {device}; move it there")
+
+
+def mask_values(op: str, name: str, mask: Tensor) -> None:
+    """Raises if a mask of floats holds a fraction: a token counts or it does not."""
+    if mask.is_floating_point() and reads_values(mask) and bool((mask != mask.trunc()).any() | ~mask.isfinite().all()):
+        raise ValueError(fractional_mask(op, name))
+
+
+def fractional_mask(op: str, name: str = "mask") -> str:
+    """The message for a mask that is not made of whole numbers."""
+    return (
+        f"{op}: {name} has a fractional or non-finite value; it says which tokens count (0 or not 0), "
+        "put factors in `weights`"
+    )
+
+
+def native_faults(op: str, faults: int) -> None:
+    """Raises for what a kernel found in the values that it read (see Fault in csrc/cpu/kernels.h)."""
+    if faults & 1:
+        raise ValueError(fractional_mask(op))
+    if faults & 2:
+        raise ValueError(
+            f"{op}: turn_ids names a turn that its rollout does not have in the segment table; "
+            "build both from the same batch"
+        )
+
+
+def finite_voters(op: str, rewards: Tensor, votes: Tensor) -> None:
+    """Raises if a reward that votes is NaN or infinite, naming the row."""
+    if not reads_values(rewards, votes):
+        return
+    bad = (votes != 0) & ~rewards.isfinite()
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{op}: rewards[{row}] is {float(rewards[row])}; a reward that votes must be finite. Exclude the row "
+            "(population='survivors' with include) or give it a reward"
+        )
+
+
+def non_negative(op: str, name: str, value: float) -> None:
+    """Raises unless `value` is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass a number")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{op}: {name} is {value}; it must be finite and at least 0")

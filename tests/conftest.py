@@ -1,0 +1,28 @@
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("fastadv", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("fastadv")
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return tensor.fill_(torch.nan)
+    return tensor.fill_(True) if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Memory that an op allocates without writing it holds NaN, or the largest integer."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, plain=plain, **kwargs: _poison(plain(*args, **kwargs)))

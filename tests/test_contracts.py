@@ -1,0 +1,353 @@
+"""The contracts that every op keeps on every backend, each tested once over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from op_cases import BACKENDS, CASES, GARBAGE, NATIVE, Case, Inputs, Outputs, Shape, away_from_edges, float64
+from torch import Tensor
+
+import fastadv as fa
+from fastadv import native
+
+EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ON = pytest.mark.parametrize("backend", BACKENDS)
+ON_NATIVE = pytest.mark.parametrize("backend", NATIVE)
+MASKABLE = pytest.mark.parametrize("case", [c for c in CASES if c.token_inputs], ids=lambda case: case.name)
+DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.gradient_of], ids=lambda case: case.name)
+LAYOUTS = (Shape(), Shape(padded=True, seed=1), Shape(lengths=(1100, 2300, 17), seed=2))
+
+
+def same_bits(a: Outputs, b: Outputs) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=False, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def same(backend: str, a: Outputs, b: Outputs) -> None:
+    """To the bit on native backends; the reference may sum in another order."""
+    if backend in NATIVE:
+        return same_bits(a, b)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    return None
+
+
+def close_to_oracle(case: Case, inputs: Inputs, outputs: Outputs, tolerance: float = 2e-6) -> None:
+    """Relative to each value of the float64 reference, and to the terms of a sum."""
+    oracle = oracle_of(case, inputs)
+    assert outputs.keys() == oracle.keys()
+    for name, exact in oracle.items():
+        allowance = tolerance / 10 * (float(exact.abs().max()) if exact.numel() else 0.0)
+        if name == "loss" and case.magnitude is not None:
+            allowance = tolerance * case.magnitude(inputs)
+        if name == "approx_kl":  # a mean of both signs of numbers around 1
+            allowance = tolerance
+        torch.testing.assert_close(
+            outputs[name].double(), exact.double(), rtol=tolerance, atol=allowance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def oracle_of(case: Case, inputs: Inputs) -> Outputs:
+    return case.run("reference", {name: float64(value) for name, value in inputs.items()})
+
+
+shapes = st.builds(
+    Shape,
+    lengths=st.lists(st.integers(0, 70), max_size=9).map(tuple),
+    padded=st.booleans(),
+    seed=st.integers(0, 2**32),
+    density=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    groups=st.integers(1, 4),
+)
+
+
+@EVERY
+@ON
+@hypothesis.given(shape=shapes)
+def test_equals_the_float64_reference(case: Case, backend: str, shape: Shape) -> None:
+    hypothesis.assume(shape.padded or len(shape.lengths) != sum(shape.lengths) or set(shape.lengths) <= {1})
+    inputs = case.make(shape.draw())
+    close_to_oracle(case, inputs, case.run(backend, inputs))
+
+
+# ---- 1. a masked value never enters arithmetic -----------------------------------------------------------------------
+
+
+@EVERY
+@ON
+@pytest.mark.parametrize("shape", LAYOUTS[:2], ids=("packed", "padded"))
+def test_masked_values_never_enter_arithmetic(case: Case, backend: str, shape: Shape) -> None:
+    inputs = case.make(shape.draw())
+    clean = case.run(backend, inputs)
+    for garbage in GARBAGE:
+        dirty = dict(inputs)
+        for name in case.token_inputs:
+            dirty[name] = torch.where(inputs["mask"], inputs[name], garbage)
+        for name in case.row_inputs:
+            assert case.silent is not None
+            dirty[name] = torch.where(case.silent(inputs), garbage, inputs[name])
+        same_bits(case.run(backend, dirty), clean)
+
+
+@MASKABLE
+@ON
+def test_a_value_that_counts_stays_visible_if_it_is_nan(case: Case, backend: str) -> None:
+    inputs = case.make(Shape(density=1.0).draw())
+    for name in case.token_inputs:
+        counts = inputs["mask"].clone()
+        for weights in ("weights", "is_weights"):
+            counts &= inputs[weights] != 0 if weights in case.token_inputs else True
+        dirty = inputs[name].clone()
+        dirty[counts.nonzero()[3].unbind()] = torch.nan
+        run = case.run(backend, {**inputs, name: dirty})
+        only_reported = name == "old_log_probs" and "reinforce" in case.name
+        assert run["approx_kl" if only_reported else "loss"].isnan().any(), name
+
+
+# ---- 2. degenerate batches give zeros with a graph -------------------------------------------------------------------
+
+DEGENERATE = {
+    "no rollouts": Shape(lengths=()),
+    "no rollouts, padded": Shape(lengths=(), padded=True),
+    "no tokens": Shape(lengths=(0, 0, 0)),
+    "no tokens, padded": Shape(lengths=(0, 0), padded=True),
+    "all masked": Shape(density=0.0),
+    "one token": Shape(lengths=(1,)),
+    "only singletons": Shape(groups=10**6, seed=3),
+}
+
+
+@EVERY
+@ON
+@pytest.mark.parametrize("kind", DEGENERATE)
+def test_degenerate_batches_are_finite(case: Case, backend: str, kind: str) -> None:
+    inputs = case.make(DEGENERATE[kind].draw())
+    outputs = case.run(backend, inputs)
+    for name, value in outputs.items():
+        assert value.isfinite().all(), name
+    if kind == "all masked" and case.gradient_of:
+        assert outputs["loss"].abs().sum() == 0
+        assert outputs["gradient"].abs().sum() == 0
+
+
+# ---- 3. outputs are fully written, inputs never ----------------------------------------------------------------------
+
+
+@EVERY
+@ON
+@pytest.mark.parametrize("shape", LAYOUTS, ids=("packed", "padded", "long"))
+@pytest.mark.usefixtures("poisoned_memory")
+def test_outputs_are_written_and_inputs_are_not(case: Case, backend: str, shape: Shape) -> None:
+    inputs = case.make(shape.draw())
+    before = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
+    outputs = case.run(backend, inputs)
+    close_to_oracle(case, inputs, outputs)
+    for name, value in before.items():
+        assert torch.equal(inputs[name], value), name
+
+
+# ---- 4. any strides --------------------------------------------------------------------------------------------------
+
+
+def layouts_of(t: Tensor) -> dict[str, Tensor]:
+    """The same values in memory laid out otherwise."""
+    spread = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1] + 1))
+    spread[..., 1::2] = t
+    out = {"every other": spread[..., 1::2]}
+    if t.dim() == 2:
+        out["transposed"] = t.t().contiguous().t()
+        wide = t.new_zeros((t.shape[0], t.shape[1] + 5))
+        wide[:, 2:-3] = t
+        out["rows of a wider tensor"] = wide[:, 2:-3]
+    return out
+
+
+@EVERY
+@ON
+@pytest.mark.parametrize("shape", LAYOUTS[:2], ids=("packed", "padded"))
+def test_strides_do_not_matter(case: Case, backend: str, shape: Shape) -> None:
+    inputs = case.make(shape.draw())
+    plain = case.run(backend, inputs)
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            continue
+        for kind, laid_out in layouts_of(value).items():
+            assert torch.equal(laid_out, value), kind
+            same(backend, case.run(backend, {**inputs, name: laid_out}), plain)
+
+
+@MASKABLE
+@ON
+@pytest.mark.parametrize("shape", LAYOUTS[:2], ids=("packed", "padded"))
+def test_expanded_inputs(case: Case, backend: str, shape: Shape) -> None:
+    inputs = case.make(shape.draw())
+    for name in case.token_inputs:
+        one = torch.tensor(-0.5).expand(inputs[name].shape)
+        plain = case.run(backend, {**inputs, name: one.contiguous()})
+        same(backend, case.run(backend, {**inputs, name: one}), plain)
+
+
+@DIFFERENTIABLE
+@ON
+def test_expanded_and_strided_upstream_gradients(case: Case, backend: str) -> None:
+    inputs = case.make(Shape(padded=True).draw())
+
+    def gradient(upstream: Tensor) -> Tensor:
+        leaf = inputs["log_probs"].clone().requires_grad_()
+        case.call(backend, **{**inputs, "log_probs": leaf})["loss"].backward(upstream)
+        return leaf.grad
+
+    shape = case.run(backend, inputs)["loss"].shape
+    two = torch.tensor(2.0).expand(shape)
+    assert torch.equal(gradient(two), gradient(two.contiguous()))
+    if shape:
+        upstream = torch.randn(shape)
+        for laid_out in layouts_of(upstream).values():
+            assert torch.equal(gradient(laid_out), gradient(upstream))
+
+
+# ---- 5. 64-bit addressing --------------------------------------------------------------------------------------------
+
+THREE_ROWS = Shape(lengths=(5, 5, 5), padded=True)
+
+
+def padded_inputs(case: Case) -> list[str]:
+    """Inputs that have rows of tokens."""
+    inputs = case.make(THREE_ROWS.draw())
+    return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() == 2]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if padded_inputs(c)], ids=lambda case: case.name)
+@ON_NATIVE
+def test_rows_far_apart(case: Case, backend: str) -> None:
+    """Rows 2^30 elements apart: the third begins beyond what 32 bits of bytes, or of elements doubled, can reach."""
+    inputs = case.make(THREE_ROWS.draw())
+    plain = case.run(backend, inputs)
+    for name in padded_inputs(case):
+        value = inputs[name]
+        # Only the pages that are written become memory.
+        far = torch.empty(2 * 2**30 + 8, dtype=value.dtype).as_strided(value.shape, (2**30, 1)).copy_(value)
+        same_bits(case.run(backend, {**inputs, name: far}), plain)
+
+
+# ---- 6. accumulation in float32 or better ----------------------------------------------------------------------------
+
+
+def float_inputs(case: Case) -> list[str]:
+    """Inputs that may come in low precision; a segment table is made by an op and is float32."""
+    inputs = case.make(Shape().draw())
+    floats = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    return [name for name in floats if name != "values"]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if float_inputs(c)], ids=lambda case: case.name)
+@ON
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_inputs(case: Case, backend: str, dtype: torch.dtype) -> None:
+    inputs = case.make(LAYOUTS[2].draw())
+    low = {**inputs, **{name: inputs[name].to(dtype) for name in float_inputs(case)}}
+    if "old_log_probs" in low:
+        config = fa.LossConfig(clip_high=0.28, dual_clip=3.0)
+        low["old_log_probs"] = away_from_edges(low["log_probs"], low["old_log_probs"], config)
+    outputs = case.run(backend, low)
+    gradient = outputs.pop("gradient", None)
+    for name, value in outputs.items():
+        assert value.dtype not in (torch.bfloat16, torch.float16), name
+    if gradient is not None:  # comes in the inputs' dtype: rounded once
+        exact = oracle_of(case, low)["gradient"]
+        assert gradient.dtype == dtype
+        assert_rounded_once(gradient, exact)
+        outputs["gradient"] = exact
+    close_to_oracle(case, low, outputs)
+
+
+def assert_rounded_once(low: Tensor, exact: Tensor) -> None:
+    """Within half a unit in the last place of the low precision, and a little for float32 arithmetic before it."""
+    eps, most = torch.finfo(low.dtype).eps, torch.finfo(low.dtype).max
+    bound = exact.abs() * (eps / 2 + 4e-6) + torch.finfo(low.dtype).smallest_normal * eps
+    overflowed = low.isinf() & (exact.abs() > most) & (low.sign() == exact.sign())
+    assert bool((overflowed | ((low.double() - exact).abs() <= bound)).all())
+
+
+# ---- 7. the same bits for any thread count ---------------------------------------------------------------------------
+
+
+@EVERY
+@ON_NATIVE
+@pytest.mark.parametrize("padded", [False, True], ids=("packed", "padded"))
+def test_thread_count_does_not_change_a_bit(case: Case, backend: str, padded: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(native, "TOKENS_FOR_THREADS", 1)
+    inputs = case.make(Shape(lengths=(30_000, 1, 45_123, 0, 20_000), padded=padded).draw())
+    torch.set_num_threads(1)
+    one = case.run(backend, inputs)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        same_bits(case.run(backend, inputs), one)
+
+
+# ---- 8. gradients ----------------------------------------------------------------------------------------------------
+
+
+@DIFFERENTIABLE
+def test_gradcheck_of_the_reference(case: Case) -> None:
+    inputs = {k: float64(v) for k, v in case.make(Shape(lengths=(6, 0, 9)).draw()).items()}
+
+    def loss(log_probs: Tensor) -> Tensor:
+        return case.call("reference", **{**inputs, "log_probs": log_probs})["loss"]
+
+    assert torch.autograd.gradcheck(loss, inputs["log_probs"].requires_grad_(), eps=1e-7, atol=1e-6)
+
+
+@DIFFERENTIABLE
+@ON
+def test_backward_twice_and_scaled(case: Case, backend: str) -> None:
+    inputs = case.make(Shape().draw())
+    leaf = inputs["log_probs"].clone().requires_grad_()
+    loss = case.call(backend, **{**inputs, "log_probs": leaf})["loss"].sum()
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    kept = first.clone()
+    first.fill_(torch.nan)  # the first gradient belongs to the caller
+    (second,) = torch.autograd.grad(3 * loss, leaf)
+    torch.testing.assert_close(second, 3 * kept, rtol=1e-6, atol=0)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, leaf)
+
+
+@DIFFERENTIABLE
+@ON
+def test_the_loss_may_be_edited_in_place(case: Case, backend: str) -> None:
+    inputs = case.make(Shape().draw())
+    leaf = inputs["log_probs"].clone().requires_grad_()
+    loss = case.call(backend, **{**inputs, "log_probs": leaf})["loss"]
+    loss -= 0.5 * leaf.sum()
+    loss.sum().backward()
+    count = 1 if loss.dim() == 0 else loss.numel()
+    torch.testing.assert_close(leaf.grad, case.run(backend, inputs)["gradient"] - 0.5 * count, rtol=1e-6, atol=1e-6)
+
+
+@EVERY
+@ON
+def test_without_grad_there_is_none(case: Case, backend: str) -> None:
+    inputs = case.make(Shape().draw())
+    with torch.no_grad():
+        outputs = case.call(backend, **inputs)
+    assert not any(value.requires_grad for value in outputs.values())
+    plain = case.run(backend, inputs)
+    same_bits(outputs, {name: plain[name] for name in outputs})
+
+
+# ---- the backend that ran --------------------------------------------------------------------------------------------
+
+
+@EVERY
+@ON
+def test_the_backend_that_was_asked_for_runs(case: Case, backend: str) -> None:
+    case.run(backend, case.make(Shape().draw()))
+    assert fa.last_backend() == backend

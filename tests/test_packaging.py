@@ -1,0 +1,159 @@
+"""What importing costs, which build runs, and what happens where one cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastadv as fa
+from fastadv import native
+
+RUN_AN_OP = """
+import warnings, torch, fastadv as fa
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    out = [fa.group_advantages(torch.tensor([1.0, 0.0]), [0, 0]).tolist() for _ in range(2)]
+print(out[1], fa.last_backend(), len(caught), *(str(w.message) for w in caught))
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+
+
+def test_importing_loads_neither_triton_nor_a_kernel() -> None:
+    unwanted = "m.split('.')[0] == 'triton' or m.startswith(('fastadv._cpu', 'fastadv.triton_kernels'))"
+    code = f"import sys, fastadv; print([m for m in sys.modules if {unwanted}])"
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_importing_loads_nothing_that_only_replay_needs() -> None:
+    heavy = "{'transformers', 'matplotlib', 'typer', 'rich', 'safetensors', 'jinja2'}"
+    new = "set(sys.modules) - before"
+    code = f"import torch, sys; before = set(sys.modules); import fastadv; print(sorted(({new}) & {heavy}))"
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fa.__all__:
+        assert getattr(fa, name).__doc__, name
+
+
+@pytest.mark.parametrize("isa", native.INSTRUCTION_SETS)
+def test_every_instruction_set_gives_the_same_bits(isa: str) -> None:
+    best = native.INSTRUCTION_SETS.index(native.module().best_instruction_set())
+    if native.INSTRUCTION_SETS.index(isa) > best:
+        refused = python(RUN_AN_OP, FASTADV_CPU_ISA=isa, FASTADV_BACKEND="cpu")
+        assert f"this processor runs {native.INSTRUCTION_SETS[best]} at most" in refused.stderr
+        return
+    code = """
+import hashlib, torch, fastadv as fa
+g = torch.Generator().manual_seed(0)
+n, digest = 70_003, hashlib.sha256()
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    log_probs = (-3 * torch.rand(n, generator=g)).to(dtype).requires_grad_()
+    old = (log_probs.detach().float() + torch.randn(n, generator=g)).to(dtype)
+    mask = torch.rand(n, generator=g) < 0.7
+    advantages = torch.randn(n, generator=g).to(dtype)
+    out = fa.policy_loss(log_probs, old, advantages, mask, config=fa.LossConfig(dual_clip=3.0), backend="cpu")
+    out.loss.backward()
+    for t in (out.loss.detach(), log_probs.grad.float(), *out.metrics.values()):
+        digest.update(t.numpy().tobytes())
+rewards, ids = torch.randn(64, generator=g), torch.arange(64) % 8
+turns = fa.turn_ids_from_mask(mask[:64 * 1000].view(64, 1000), backend="cpu")
+digest.update(fa.turn_advantages(rewards, ids, turns, scale="std", backend="cpu").numpy().tobytes())
+print(digest.hexdigest())
+"""
+    run = python(code, FASTADV_CPU_ISA=isa)
+    baseline = python(code, FASTADV_CPU_ISA="baseline")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == baseline.stdout
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    run = python(RUN_AN_OP, FASTADV_CPU_ISA="avx1024", FASTADV_BACKEND="cpu")
+    assert "FASTADV_CPU_ISA is 'avx1024'; it must be auto or one of baseline, avx2, avx512" in run.stderr
+
+
+BREAK_THE_EXTENSION = """
+import sys, importlib.abc
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("fastadv._cpu") or name.split(".")[0] in ("triton", "flash_attn"):
+            raise ImportError("undefined symbol: _ZN2at4_ops")
+sys.meta_path.insert(0, Broken())
+"""
+
+
+def test_b40_a_broken_extension_breaks_nothing_and_is_said_once() -> None:
+    run = python(BREAK_THE_EXTENSION + RUN_AN_OP)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("[0.5, -0.5] reference 1 ")
+    assert "the reference backend runs instead of 'cpu'" in run.stdout
+    assert "undefined symbol: _ZN2at4_ops" in run.stdout
+
+
+def test_b40_a_broken_backend_that_was_asked_for_raises() -> None:
+    run = python(BREAK_THE_EXTENSION + RUN_AN_OP, FASTADV_BACKEND="cpu")
+    assert run.returncode != 0
+    assert "BackendUnavailableError: group_advantages: backend 'cpu' cannot run" in run.stderr
+    assert "install fastadv with a C++17 compiler" in run.stderr
+    listing = python(BREAK_THE_EXTENSION + "import fastadv as fa; print(fa.backends())")
+    assert "'reference': 'available', 'cpu': 'its extension does not load (undefined symbol" in listing.stdout
+
+
+def test_the_environment_chooses_the_backend() -> None:
+    assert python(RUN_AN_OP, FASTADV_BACKEND="reference").stdout.startswith("[0.5, -0.5] reference 0")
+    assert python(RUN_AN_OP, FASTADV_BACKEND="cpu").stdout.startswith("[0.5, -0.5] cpu 0")
+    wrong = python(RUN_AN_OP, FASTADV_BACKEND="gpu")
+    assert "backend is 'gpu'; it must be 'auto' or one of 'reference', 'cpu'" in wrong.stderr
+    checks = python("import fastadv", FASTADV_CHECKS="maybe")
+    assert "FASTADV_CHECKS is 'maybe'; it must be one of auto, on, off" in checks.stderr
+
+
+def test_a_fork_can_run_kernels() -> None:
+    """Threads end with their call, so a child process starts clean."""
+    code = """
+import os, torch, fastadv as fa
+torch.set_num_threads(2)
+mask = torch.ones(200_000)
+before = fa.token_counts(mask, backend="cpu")
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if torch.equal(fa.token_counts(mask, backend="cpu"), before) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert python(code).stdout.strip() == "0"
+
+
+@pytest.mark.slow
+def test_install_away_from_the_source_tree(tmp_path: Path) -> None:
+    """`pip install .` into another environment imports, runs an op on the compiled kernels, and has the command."""
+    source = Path(fa.__file__).parent.parent
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    pip = [venv / "bin" / "pip", "install", "--quiet", "--constraint", source / "constraints.txt"]
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", source, clone], check=True)
+    subprocess.run([*pip, clone], check=True)
+    run = subprocess.run(
+        [venv / "bin" / "python", "-c", RUN_AN_OP], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith("[0.5, -0.5] cpu 0")
+    for module in ("fastadv.triton_kernels", "fastadv.integrations"):
+        subprocess.run([venv / "bin" / "python", "-c", f"import {module}"], cwd=tmp_path, check=True)
+    assert subprocess.run(
+        [venv / "bin" / "python", "-c", "import triton_kernels"], cwd=tmp_path, check=False
+    ).returncode
+    help_text = subprocess.run(
+        [venv / "bin" / "fastadv", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "replay" in help_text.stdout
+    assert torch.__version__  # the tests' own environment is another one
