@@ -233,17 +233,14 @@ class Batch:
             cu_seqlens=_offsets(self.lengths),
         )
 
-    def select(self, rows: Tensor) -> Batch:
-        """The rollouts where `rows [B]` (bool) is True, packed; groups keep the members that are left."""
+    def take(self, rows: Tensor) -> Batch:
+        """The rollouts with these numbers (`[n]` int64), in this order, packed; groups keep what is left of them."""
         batch = self.packed()
         assert batch.cu_seqlens is not None
-        validation.tensor("Batch.select", "rows", rows, shape=(batch.num_rollouts,), dtypes=(torch.bool,))
-        tokens = batch.rows.spread(rows)
+        tokens = ranges(batch.cu_seqlens, rows)
         ids = batch.token_ids
         if ids is not None:
-            counts = ids.cu_seqlens.diff()
-            kept = torch.repeat_interleave(rows, counts, output_size=ids.ids.shape[0])
-            ids = TokenIds(ids.ids[kept], _offsets(counts[rows]))
+            ids = TokenIds(ids.ids[ranges(ids.cu_seqlens, rows)], _offsets(ids.cu_seqlens.diff()[rows]))
         return Batch(
             mask=batch.mask[tokens],
             turn_ids=batch.turn_ids[tokens],
@@ -257,6 +254,11 @@ class Batch:
             rollout_log_probs=None if batch.rollout_log_probs is None else batch.rollout_log_probs[tokens],
             token_ids=ids,
         )
+
+    def select(self, rows: Tensor) -> Batch:
+        """The rollouts where `rows [B]` (bool) is True, as `take` gives them."""
+        validation.tensor("Batch.select", "rows", rows, shape=(self.num_rollouts,), dtypes=(torch.bool,))
+        return self.take(rows.nonzero().squeeze(1))
 
     def micro_batches(self, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Ranges `(first, last)` of rollouts, in order, each with at most `max_tokens` padded tokens, or a single
@@ -277,6 +279,14 @@ class Batch:
             longest = longest_now
         if first < len(lengths):
             yield first, len(lengths)
+
+
+def ranges(offsets: Tensor, rows: Tensor) -> Tensor:
+    """Positions `offsets[r] .. offsets[r + 1] - 1` of each row r in `rows`, one after another."""
+    lengths = offsets.diff()[rows]
+    ends = lengths.cumsum(0)
+    shift = torch.repeat_interleave(offsets[rows] - (ends - lengths), lengths)
+    return torch.arange(shift.shape[0], device=offsets.device) + shift
 
 
 def _offsets(lengths: Tensor) -> Tensor:

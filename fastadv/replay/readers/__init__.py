@@ -1,1 +1,74 @@
-"""Readers."""
+"""Readers of logged rollouts. Each turns one file into Rollouts; nothing in a file is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fastadv.replay.errors import ReplayError
+from fastadv.replay.readers import miles, portable, verl
+from fastadv.replay.readers.rollouts import ReadOptions, Rollouts
+
+__all__ = ["ReadOptions", "Rollouts", "find", "read"]
+
+SUFFIXES = (".pt", ".jsonl", ".safetensors")
+_LEGACY_TORCH = b"\x80"  # a pickle without the zip archive around it, as torch.save once wrote
+_READERS: dict[str, Callable[[Path, ReadOptions], Rollouts]] = {
+    "torch": miles.read,
+    "safetensors": portable.read,
+    "jsonl": verl.read,
+}
+
+
+def find(paths: list[Path]) -> list[Path]:
+    """The files that these paths name; a folder names the dumps in it, in order of their names.
+
+    Raises:
+        ReplayError: a path that does not exist, a folder without a dump.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file())
+            if not inside:
+                raise ReplayError(f"{path} is a folder without dumps ({', '.join(SUFFIXES)})")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ReplayError(f"{path} does not exist")
+    return found
+
+
+def kind_of(path: Path) -> str:
+    """ "torch", "safetensors" or "jsonl", by the file's first bytes.
+
+    Raises:
+        ReplayError: a file that is none of these, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise ReplayError(f"{path} cannot be read: {error.strerror}") from error
+    if not head:
+        raise ReplayError(f"{path} is empty")
+    if head.startswith((b"PK\x03\x04", _LEGACY_TORCH)):
+        return "torch"
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:
+        return "safetensors"
+    if head.lstrip().startswith(b"{"):
+        return "jsonl"
+    raise ReplayError(
+        f"{path} is no dump that can be read: neither a torch file (Miles, slime), nor JSON lines (verl), nor the "
+        "portable format (safetensors)"
+    )
+
+
+def read(path: Path, options: ReadOptions) -> Rollouts:
+    """Reads one dump.
+
+    Raises:
+        ReplayError: a file that cannot be read, is incomplete or contradicts itself, with what and where.
+    """
+    return _READERS[kind_of(path)](path, options)

@@ -1,0 +1,244 @@
+"""The command line: `fastadv replay`, `fastadv convert`, `fastadv backends`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from fastadv.replay.errors import ReplayError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+console = Console()
+errors = Console(stderr=True)
+
+PAGE, NUMBERS = "report.html", "report.json"
+
+
+class Baseline(str, Enum):
+    """Baseline of the arms that are not turn-reached."""
+
+    loo = "loo"
+    mean = "mean"
+
+
+class Loss(str, Enum):
+    """Loss whose gradient is taken."""
+
+    reinforce = "reinforce"
+    ppo = "ppo"
+
+
+class Precision(str, Enum):
+    """Precision of the policy."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+class CapReward(str, Enum):
+    """Reward of a rollout that ran into the cap."""
+
+    zero = "zero"
+    logged = "logged"
+
+
+@app.callback()
+def _fastadv() -> None:
+    """The advantage-and-loss step of RL post-training for LLM agents."""
+
+
+class Bars:
+    """Progress bars in the terminal."""
+
+    @contextmanager
+    def stage(self, title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        """A bar that disappears when its stage is over."""
+        columns = (
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        )  # fmt: skip
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task(escape(title), total=total)
+            yield lambda done: progress.update(task, completed=done)
+
+
+@app.command()
+def replay(
+    dumps: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Logged rollouts: files or folders. Miles and slime dumps (--save-debug-rollout-data), verl rollout "
+            "JSON lines, or the portable format.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help=f"Folder for {PAGE} and {NUMBERS}; made if it is not there.", show_default=False)
+    ],
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the checkpoint, as save_pretrained writes it. Without it: no gradients."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier report in --out.")] = False,
+    baseline: Annotated[
+        Baseline, typer.Option(help="Baseline of arms (a) to (d): leave-one-out, or the mean with the rollout in it.")
+    ] = Baseline.loo,
+    kappa: Annotated[float, typer.Option(min=0.0, help="Shrinkage of the turn-reached baseline, in rollouts.")] = 2.0,
+    cap_reward: Annotated[
+        CapReward, typer.Option(help="Reward of a capped, unsolved rollout: 0, or what was logged.")
+    ] = CapReward.zero,
+    solved_above: Annotated[float, typer.Option(help="A rollout with a reward above this is solved.")] = 0.0,
+    reward_key: Annotated[
+        str | None, typer.Option(help="Key of the reward where logged rewards are dictionaries.")
+    ] = None,
+    loss: Annotated[
+        Loss, typer.Option(help="Loss of the gradients; ppo takes the logged log-probs as the old ones.")
+    ] = Loss.reinforce,
+    dtype: Annotated[Precision, typer.Option(help="Precision of the policy.")] = Precision.float32,
+    temperature: Annotated[float, typer.Option(help="Temperature that the rollouts were sampled at.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Padded tokens of a micro-batch.")] = 4096,
+    buckets: Annotated[bool, typer.Option(help="Gradients by turn and by difficulty too.")] = True,
+    max_memory: Annotated[float, typer.Option(min=0.0, help="GiB that flat gradients may take.")] = 8.0,
+    p1_prompts: Annotated[int, typer.Option(min=0, help="Prompts for the two-outcome check.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of coins, halves and bootstrap.")] = 0,
+    trust_dump: Annotated[
+        bool, typer.Option("--trust-dump", help="Run the code that a pickle may hold. Only if you trust its author.")
+    ] = False,
+) -> None:
+    """Replay logged rollouts: what does a loss mask do to the gradient?
+
+    Counts how the rollouts ended, computes advantages under each arm with statistics that are frozen from the unmasked
+    batch, and, with a policy, every arm's gradient at that checkpoint:
+
+    (a) no mask, R = 0 at the cap; (b) mask, all vote; (c) mask, survivors vote; (d) mask a random share; (e) no mask,
+    turn-reached baseline.
+
+    Prints tables, and writes one page with plots and one JSON with all numbers.
+
+    Example: fastadv replay rollout_75.pt --policy checkpoint/ --out report/
+    """
+    if not temperature > 0:
+        raise ReplayError(f"--temperature is {temperature}; it must be positive")
+    _claim(out, overwrite)
+    import torch
+
+    from fastadv.replay.page import render
+    from fastadv.replay.pipeline import ReplayOptions
+    from fastadv.replay.pipeline import replay as run
+    from fastadv.replay.policy import Policy
+    from fastadv.replay.readers import ReadOptions, find
+    from fastadv.replay.report import as_json
+
+    options = ReplayOptions(
+        baseline=baseline.value,
+        kappa=kappa,
+        seed=seed,
+        loss=loss.value,
+        cap_reward=cap_reward.value,
+        max_tokens=max_tokens,
+        buckets=buckets,
+        max_memory=int(max_memory * 2**30),
+        p1_prompts=p1_prompts,
+        read=ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump),
+    )
+    paths = find(dumps)
+    model = None
+    if policy is not None:
+        model = Policy.load(policy, dtype=getattr(torch, dtype.value), temperature=temperature)
+    result = run(paths, model, options, Bars())
+    show(result)
+    out.mkdir(parents=True, exist_ok=True)
+    write(out / PAGE, render(result))
+    write(out / NUMBERS, as_json(result))
+    console.print(f"\nwrote {escape(str(out / PAGE))} and {escape(str(out / NUMBERS))}", soft_wrap=True)
+
+
+def _claim(out: Path, overwrite: bool) -> None:
+    """Raises if a report would be overwritten, before anything is computed."""
+    if out.exists() and not out.is_dir():
+        raise ReplayError(f"--out {out} is a file; name a folder")
+    present = [name for name in (PAGE, NUMBERS) if (out / name).exists()]
+    if present and not overwrite:
+        raise ReplayError(f"{out} holds {' and '.join(present)} already; --overwrite replaces them")
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def show(result: object) -> None:
+    """Prints a result's tables."""
+    from fastadv.replay.pipeline import ReplayResult
+    from fastadv.replay.report import remarks, tables
+
+    assert isinstance(result, ReplayResult)
+    for table in tables(result):
+        rich_table = RichTable(
+            title=escape(table.title), title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
+        for column in table.columns:
+            rich_table.add_column(escape(column), overflow="fold")
+        for row in table.rows:
+            rich_table.add_row(*(escape(cell) for cell in row))
+        console.print()
+        console.print(rich_table)
+        console.print(f"[dim]{escape(table.caption)}[/dim]")
+    notes = remarks(result)
+    if notes:
+        console.print()
+        for note in notes:
+            console.print(f"• {escape(note)}")
+
+
+@app.command()
+def convert(
+    dump: Annotated[
+        Path, typer.Argument(help="A dump with tokens, in any format that replay reads.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="Safetensors file to write.", show_default=False)],
+    reward_key: Annotated[str | None, typer.Option(help="Key of the reward where rewards are dictionaries.")] = None,
+    solved_above: Annotated[float, typer.Option(help="A rollout with a reward above this is solved.")] = 0.0,
+    trust_dump: Annotated[bool, typer.Option("--trust-dump", help="Run the code that a pickle may hold.")] = False,
+) -> None:
+    """Convert a dump to the portable format: one safetensors file, safe to open and fast to read."""
+    from fastadv.replay.readers import ReadOptions, portable, read
+
+    if out.exists():
+        raise ReplayError(f"{out} exists already")
+    rollouts = read(dump, ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump))
+    if rollouts.batch is None:
+        raise ReplayError(f"{dump} cannot be converted: {rollouts.refused}")
+    portable.write(out, rollouts.batch, rollouts.labels)
+    console.print(f"wrote {rollouts.batch.num_rollouts} rollouts to {escape(str(out))}", soft_wrap=True)
+
+
+@app.command()
+def backends() -> None:
+    """List the backends, and why one cannot run."""
+    import fastadv
+
+    for name, state in fastadv.backends().items():
+        console.print(f"{name:10} {escape(state)}")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is a message and exit status 2, not a traceback."""
+    try:
+        app()
+    except ReplayError as error:
+        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(2) from None

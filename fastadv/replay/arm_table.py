@@ -1,0 +1,148 @@
+"""What each arm does to advantages, prompt by prompt, without a model: sums that add up over dumps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastadv.arms import Arm, ArmResult
+from fastadv.batch import Batch
+from fastadv.ops.group_advantages import group_advantages
+from fastadv.ops.turn_advantages import turn_advantages
+from fastadv.outcomes import Outcome
+from fastadv.reference.group_advantages import divided
+from fastadv.statistics import FrozenStatistics
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSums:
+    """Sums over the tokens that the model sampled, for one arm, by prompt. Each `[G]` float64; they add over dumps."""
+
+    tokens: Tensor  # tokens of all rollouts
+    kept_tokens: Tensor  # of rollouts that are not excluded
+    advantage: Tensor  # sum of weight * advantage over tokens
+    squares: Tensor  # sum of (weight * advantage)^2 over tokens
+    residual: Tensor  # sum of (reward - baseline)^2 over kept tokens
+    reward: Tensor  # sum of the reward over kept tokens
+    reward_squares: Tensor  # sum of its square over kept tokens
+    rollouts: Tensor  # rollouts
+    kept: Tensor  # rollouts that are not excluded
+    capped: Tensor  # rollouts that ran into the cap
+    baseline: Tensor  # sum over rollouts of their baseline, averaged over their tokens
+    subsidy: Tensor  # sum over excluded rollouts of their baseline: what exclusion pays instead of R - b = -b
+
+    def __add__(self, other: PromptSums) -> PromptSums:
+        return PromptSums(**{name: torch.cat([value, getattr(other, name)]) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """One arm's line in the report. Averages over prompts weight each prompt by its tokens."""
+
+    name: str
+    description: str
+    kept_rollouts: float  # share
+    kept_tokens: float  # share
+    variance: float  # of weight * advantage within prompts, over all tokens
+    second_moment: float  # mean square of weight * advantage over all tokens
+    explained_variance: float  # 1 - mean (R - b)^2 / variance of R within prompts, over kept tokens
+    token_factor: float  # what a token-mean over the kept tokens would multiply the step by
+    sequence_factor: float  # what a mean over the kept rollouts would multiply the step by
+    baseline: float  # realised b: mean over rollouts
+    subsidy: float  # implied reward for running into the cap: mean over capped rollouts of b where excluded
+
+
+def segment_tokens_count(batch: Batch) -> Tensor:
+    """Sampled tokens in each segment, `[S]` float64."""
+    index = batch.segments
+    on = batch.mask & (batch.turn_ids >= 0)
+    segment = batch.rows.spread(index.offsets[:-1])[on] + batch.turn_ids[on]
+    return torch.bincount(segment, minlength=index.count).to(torch.float64)
+
+
+def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
+    """The baseline of each segment, `[S]` float64, of excluded rollouts too."""
+    index = batch.segments
+    row = torch.repeat_interleave(torch.arange(batch.num_rollouts), index.turns(), output_size=index.count)
+    if arm.baseline == "turn-reached":
+        table = turn_advantages(
+            batch.rewards, batch.groups, index, kappa=arm.kappa, singleton=arm.singleton, statistics=statistics,
+            output="segments",
+        )  # fmt: skip
+        return batch.rewards[row] - table.values
+    if arm.population == "all":
+        per_rollout = group_advantages(
+            batch.rewards, batch.groups, baseline=arm.baseline, singleton=arm.singleton, statistics=statistics
+        )
+        return (batch.rewards - per_rollout)[row]
+    # Excluded rollouts do not vote, so their baseline is the survivors' mean: there is nothing to leave out.
+    survivors = statistics.population("survivors", "baselines").moments
+    mean = survivors.minimum + divided(survivors.sum, survivors.weight)
+    kept = batch.rewards - group_advantages(
+        batch.rewards, batch.groups, baseline=arm.baseline, population="survivors", singleton=arm.singleton,
+        statistics=statistics,
+    )  # fmt: skip
+    assert statistics.include is not None
+    return torch.where(statistics.include, kept, mean[batch.groups.index])[row]
+
+
+def prompt_sums(arm: Arm, result: ArmResult, batch: Batch, statistics: FrozenStatistics) -> PromptSums:
+    """The sums of one arm over one batch."""
+    index, groups = batch.segments, batch.groups
+    tokens = segment_tokens_count(batch)  # [S]
+    row = torch.repeat_interleave(torch.arange(batch.num_rollouts), index.turns(), output_size=index.count)
+    kept = (~result.excluded).to(torch.float64)
+    weighted = result.advantages.values.to(torch.float64) * result.weights.to(torch.float64)[row]
+    baseline = baselines(arm, batch, statistics)
+
+    def by_prompt(per_rollout: Tensor) -> Tensor:
+        return torch.zeros(groups.num_groups, dtype=torch.float64).index_add(0, groups.index, per_rollout)
+
+    def over_tokens(per_segment: Tensor) -> Tensor:
+        sums = torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, row, tokens * per_segment)
+        return by_prompt(sums)
+
+    row_tokens = torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, row, tokens)
+    weighted_baseline = torch.zeros_like(row_tokens).index_add(0, row, tokens * baseline)
+    row_baseline = divided(weighted_baseline, row_tokens)
+    ones, rewards = torch.ones_like(tokens), batch.rewards[row]
+    return PromptSums(
+        tokens=over_tokens(ones),
+        kept_tokens=over_tokens(kept[row]),
+        advantage=over_tokens(weighted),
+        squares=over_tokens(weighted.square()),
+        residual=over_tokens(kept[row] * (rewards - baseline).square()),
+        reward=over_tokens(kept[row] * rewards),
+        reward_squares=over_tokens(kept[row] * rewards.square()),
+        rollouts=by_prompt(torch.ones_like(kept)),
+        kept=by_prompt(kept),
+        capped=by_prompt((batch.outcomes == Outcome.BUDGET).to(torch.float64)),
+        baseline=by_prompt(row_baseline),
+        subsidy=by_prompt((1 - kept) * row_baseline),
+    )
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> float:
+    """The quotient of two sums; NaN where there is nothing to divide by."""
+    return float(numerator / denominator) if float(denominator) > 0 else float("nan")
+
+
+def arm_row(arm: Arm, s: PromptSums) -> ArmRow:
+    """One line of the table from an arm's sums."""
+    within = s.squares - divided(s.advantage.square(), s.tokens)  # [G]: tokens * variance
+    reward_within = s.reward_squares - divided(s.reward.square(), s.kept_tokens)
+    return ArmRow(
+        name=arm.name,
+        description=arm.description,
+        kept_rollouts=_ratio(s.kept.sum(), s.rollouts.sum()),
+        kept_tokens=_ratio(s.kept_tokens.sum(), s.tokens.sum()),
+        variance=_ratio(within.sum(), s.tokens.sum()),
+        second_moment=_ratio(s.squares.sum(), s.tokens.sum()),
+        explained_variance=1 - _ratio(s.residual.sum(), reward_within.sum()),
+        token_factor=_ratio(s.tokens.sum(), s.kept_tokens.sum()),
+        sequence_factor=_ratio(s.rollouts.sum(), s.kept.sum()),
+        baseline=_ratio(s.baseline.sum(), s.rollouts.sum()),
+        subsidy=_ratio(s.subsidy.sum(), s.capped.sum()),
+    )

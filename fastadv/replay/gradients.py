@@ -1,0 +1,301 @@
+"""Each arm's policy gradient at a fixed checkpoint, by turn, by difficulty and by half, and how they lie to each other.
+
+The plain way: one backward pass for each arm and cell, gradients kept flat in float64. It is exact and it is the
+yardstick for faster ways; its memory is the number of cells times the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastadv.arms import Arm, ArmResult
+from fastadv.batch import Batch, ranges
+from fastadv.coins import uniforms
+from fastadv.losses import LossConfig
+from fastadv.ops.group_advantages import group_advantages
+from fastadv.ops.policy_loss import policy_loss
+from fastadv.outcomes import Outcome
+from fastadv.replay.errors import ReplayError
+from fastadv.replay.policy import Policy, token_range
+from fastadv.segment_table import SegmentTable
+
+# Upper ends of the turn buckets, counted from 1: 1, 2, 3-4, 5-8, 9-16, 17-32, 33 and later. Fixed before looking.
+TURN_EDGES = (1, 2, 4, 8, 16, 32)
+TURN_NAMES = ("turn 1", "turn 2", "turns 3-4", "turns 5-8", "turns 9-16", "turns 17-32", "turns 33+")
+# By the success rate of the other half of the group.
+DIFFICULTY_NAMES = ("hard (< 1/3)", "medium", "easy (> 2/3)", "no other half")
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """Advantages of a batch with a weight per rollout: one gradient."""
+
+    advantages: SegmentTable
+    weights: Tensor  # [B] float32
+
+
+def policy_gradients(
+    policy: Policy,
+    batch: Batch,
+    wanted: Sequence[Weighted],
+    *,
+    loss: str = "reinforce",
+    max_tokens: int = 4096,
+    progress: Callable[[int], None] = lambda rollouts: None,
+) -> Tensor:
+    """Ascent directions `[len(wanted), P]` float64: sum over rollouts and tokens of weight * advantage * grad log_prob.
+
+    Args:
+        policy: the checkpoint.
+        batch: packed rollouts with token ids.
+        wanted: what to weight them by; one forward pass serves all.
+        loss: "reinforce", or "ppo" with the logged log-probs as the old ones.
+        max_tokens: padded tokens of a micro-batch.
+        progress: called with the number of rollouts done.
+
+    Raises:
+        ReplayError: a gradient that is not finite; "ppo" without logged log-probs.
+    """
+    policy.check(batch)
+    if loss == "ppo" and batch.rollout_log_probs is None:
+        raise ReplayError("--loss ppo needs rollout_log_probs, which the rollouts do not carry")
+    config = LossConfig(loss, loss_agg_mode="token-sum")
+    parameters = policy.parameters
+    total = torch.zeros(len(wanted), policy.size, dtype=torch.float64)
+    for first, last in batch.micro_batches(max_tokens):
+        log_probs = policy.log_probs(batch, first, last)  # [n]
+        tokens = token_range(batch, first, last)
+        assert batch.cu_seqlens is not None
+        cu_seqlens = batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first]
+        old = None if batch.rollout_log_probs is None or loss == "reinforce" else batch.rollout_log_probs[tokens]
+        for number, one in enumerate(wanted):
+            part, weights = one.advantages.rollouts(first, last), one.weights[first:last]
+            if not bool(weights.any()) or not bool(part.values.any()):
+                continue
+            leaf = log_probs.detach().requires_grad_()
+            out = policy_loss(
+                leaf, old, part, batch.mask[tokens], config=config, cu_seqlens=cu_seqlens, weights=weights
+            )
+            (by_log_prob,) = torch.autograd.grad(out.loss, leaf)
+            gradient = torch.autograd.grad(log_probs, parameters, -by_log_prob, retain_graph=True)
+            total[number] += torch.cat([g.reshape(-1) for g in gradient])
+        progress(last)
+    if not bool(total.isfinite().all()):
+        raise ReplayError(
+            "a policy gradient is not finite: the checkpoint or the logged log-probs hold NaN or infinity"
+        )
+    return total
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """How a batch is cut up for comparison."""
+
+    half: Tensor  # [B] int64: 0 or 1, the members of each group alternating by a hash of their ids
+    difficulty: Tensor  # [B] int64: index in DIFFICULTY_NAMES, from the other half of the group
+    turn: Tensor  # [S] int64: index in TURN_NAMES
+
+
+def partition(batch: Batch, seed: int) -> Partition:
+    """Halves, difficulty and turn buckets of a batch."""
+    groups = batch.groups
+    hashes = uniforms(seed, batch.row_ids, "half")
+    by_hash = hashes.argsort()
+    order = by_hash[groups.index[by_hash].argsort(stable=True)]  # groups together, by hash within
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.shape[0]) - groups.offsets[groups.index[order]]
+    half = rank % 2
+
+    cell = groups.index * 2 + (1 - half)  # the other half of a row's group
+    size = torch.bincount(groups.index * 2 + half, minlength=2 * groups.num_groups)[cell]
+    solved = (batch.outcomes == Outcome.SOLVED).to(torch.float64)
+    successes = torch.zeros(2 * groups.num_groups, dtype=torch.float64).index_add(0, groups.index * 2 + half, solved)[
+        cell
+    ]
+    rate = successes / size
+    difficulty = torch.where(rate < 1 / 3, 0, torch.where(rate > 2 / 3, 2, 1))
+    difficulty = torch.where(size > 0, difficulty, 3)
+
+    index = batch.segments
+    row = torch.repeat_interleave(torch.arange(batch.num_rollouts), index.turns(), output_size=index.count)
+    turn = torch.arange(index.count) - index.offsets[row] + 1
+    return Partition(half, difficulty, torch.bucketize(turn, torch.tensor(TURN_EDGES)))
+
+
+def within_half(values: Tensor, batch: Batch, cells: Partition, half: int) -> Weighted:
+    """REINFORCE on a number per rollout with a leave-one-out mean within one half of each group: on the cap indicator
+    it estimates grad P(cap), on the reward grad J, from that half alone."""
+    labels = batch.groups.index * 2 + cells.half
+    advantages = group_advantages(values.to(torch.float64), labels, baseline="loo")
+    index = batch.segments
+    table = SegmentTable(torch.repeat_interleave(advantages, index.turns(), output_size=index.count), index)
+    return Weighted(table, (cells.half == half).to(torch.float32))
+
+
+class GradientCells:
+    """Flat gradients of every (arm, half, bucket), summed over dumps."""
+
+    def __init__(self, arms: Sequence[Arm], size: int, *, buckets: bool = True) -> None:
+        self.arms, self.buckets = tuple(arms), buckets
+        turns, difficulties = (len(TURN_NAMES), len(DIFFICULTY_NAMES)) if buckets else (1, 0)
+        self.by_turn = torch.zeros(len(arms), 2, turns, size, dtype=torch.float64)
+        self.by_difficulty = torch.zeros(len(arms), 2, difficulties, size, dtype=torch.float64)
+        self.cap = torch.zeros(2, size, dtype=torch.float64)
+        self.alone = torch.zeros(2, size, dtype=torch.float64)  # the reference arm of each half without the other
+        self.rollouts = 0
+
+    @staticmethod
+    def bytes(arms: int, size: int, *, buckets: bool) -> int:
+        """Memory of the cells."""
+        cells = 2 * arms * (len(TURN_NAMES) + len(DIFFICULTY_NAMES) if buckets else 1) + 4
+        return 8 * cells * size
+
+    def add(
+        self,
+        policy: Policy,
+        batch: Batch,
+        results: Sequence[ArmResult],
+        seed: int,
+        *,
+        loss: str,
+        max_tokens: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        """Adds the gradients of one batch. Arms that came out the same are computed once, and rollouts of one cell lie
+        together, so that a micro-batch which has none of a cell's is passed over."""
+        order = _by_cell(partition(batch, seed))
+        segments = ranges(batch.segments.offsets, order)
+        batch = batch.take(order)
+        results = [_reordered(result, order, segments, batch) for result in results]
+        cells = partition(batch, seed)
+        wanted: list[Weighted] = []
+        targets: list[list[Tensor]] = []
+
+        def want(one: Weighted, into: list[Tensor]) -> None:
+            if bool(one.weights.any()) and bool(one.advantages.values.any()):
+                wanted.append(one)
+                targets.append(into)
+
+        first_like = [next(j for j, other in enumerate(results) if _same(other, result)) for result in results]
+        for number in sorted(set(first_like)):
+            result = results[number]
+            alike = [i for i, j in enumerate(first_like) if j == number]
+            for half in (0, 1):
+                weights = result.weights * (cells.half == half)
+                for turn in range(self.by_turn.shape[2]):
+                    values = result.advantages.values
+                    values = torch.where(cells.turn == turn, values, 0.0) if self.buckets else values
+                    table = SegmentTable(values, batch.segments)
+                    want(Weighted(table, weights), [self.by_turn[i, half, turn] for i in alike])
+                for level in range(self.by_difficulty.shape[2]):
+                    inside = weights * (cells.difficulty == level)
+                    want(Weighted(result.advantages, inside), [self.by_difficulty[i, half, level] for i in alike])
+        for half in (0, 1):
+            want(within_half(batch.outcomes == Outcome.BUDGET, batch, cells, half), [self.cap[half]])
+            want(within_half(batch.rewards, batch, cells, half), [self.alone[half]])
+        gradients = policy_gradients(policy, batch, wanted, loss=loss, max_tokens=max_tokens, progress=progress)
+        for gradient, into in zip(gradients, targets, strict=True):
+            for target in into:
+                target += gradient
+        self.rollouts += batch.num_rollouts
+
+
+def _by_cell(cells: Partition) -> Tensor:
+    """Rollouts sorted by half and difficulty."""
+    return (cells.half * len(DIFFICULTY_NAMES) + cells.difficulty).argsort(stable=True)
+
+
+def _reordered(result: ArmResult, order: Tensor, segments: Tensor, batch: Batch) -> ArmResult:
+    """An arm's result for the batch with its rollouts, and so its segments, in another order."""
+    table = SegmentTable(result.advantages.values[segments], batch.segments)
+    return ArmResult(table, result.weights[order], result.excluded[order])
+
+
+def _same(a: ArmResult, b: ArmResult) -> bool:
+    return torch.equal(a.advantages.values, b.advantages.values) and torch.equal(a.weights, b.weights)
+
+
+# ---- geometry --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """One arm's gradient against the reference arm's, over all tokens or a bucket of them.
+
+    Norms are of the mean over rollouts. The cap direction of each half comes from the other half's rollouts: the
+    difference shares no rollout with what it is projected on.
+    """
+
+    arm: str
+    scope: str  # "all", a turn bucket or a difficulty
+    norm: float
+    cosine: float  # to the reference arm
+    norm_ratio: float  # to the reference arm
+    difference: float  # norm of the difference, relative to the reference's norm
+    cap_projection: float  # of the difference on the unit cap direction, relative to the reference's norm
+    cap_cosine: float  # of the difference with the cap direction
+    cap_slope: float  # difference ~ slope * grad P(cap): the implied subsidy b, in units of reward
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Cosine of two flat gradients; NaN if one is zero."""
+    product = float(a.norm() * b.norm())
+    return float(a @ b) / product if product > 0 else float("nan")
+
+
+def quotient(a: float, b: float) -> float:
+    """a / b; NaN if b is zero."""
+    return a / b if b else float("nan")
+
+
+def compare(cells: GradientCells) -> list[GradientRow]:
+    """Every arm against the first, over all tokens and by bucket; buckets without a gradient are left out."""
+    scopes = [("all", cells.by_turn.sum(2))]
+    if cells.buckets:
+        scopes += [(name, cells.by_turn[:, :, i]) for i, name in enumerate(TURN_NAMES)]
+        scopes += [(name, cells.by_difficulty[:, :, i]) for i, name in enumerate(DIFFICULTY_NAMES)]
+    cap = cells.cap / max(1, cells.rollouts)
+    rows = []
+    for scope, halves in scopes:  # [K, 2, P]
+        halves = halves / max(1, cells.rollouts)
+        if not bool(halves.any()):
+            continue
+        reference = halves[0].sum(0)
+        for arm, gradient in zip(cells.arms, halves, strict=True):
+            rows.append(_row(arm.name, scope, gradient, halves[0], reference, cap))
+    return rows
+
+
+def _row(arm: str, scope: str, halves: Tensor, reference_halves: Tensor, reference: Tensor, cap: Tensor) -> GradientRow:
+    whole, norm = halves.sum(0), float(reference.norm())
+    difference = halves - reference_halves  # [2, P]
+    crossed = [(difference[half], cap[1 - half]) for half in (0, 1)]
+    projection = sum(quotient(float(d @ c), float(c.norm())) for d, c in crossed)
+    slope = quotient(sum(float(d @ c) for d, c in crossed), 2 * float(cap[0] @ cap[1]))
+    return GradientRow(
+        arm=arm,
+        scope=scope,
+        norm=float(whole.norm()),
+        cosine=cosine(whole, reference),
+        norm_ratio=quotient(float(whole.norm()), norm),
+        difference=quotient(float((whole - reference).norm()), norm),
+        cap_projection=quotient(projection, norm),
+        cap_cosine=sum(cosine(d, c) for d, c in crossed) / 2,
+        cap_slope=slope,
+    )
+
+
+def noise_floor(cells: GradientCells) -> float:
+    """Cosine of the reference arm's gradients on two independent halves: what resampling alone does to it.
+
+    The baseline of each half comes from that half. With the whole group's, a group's advantages add up to zero, so what
+    its rollouts have in common would enter the two halves with opposite signs.
+    """
+    return cosine(cells.alone[0], cells.alone[1])

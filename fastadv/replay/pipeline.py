@@ -1,0 +1,309 @@
+"""The replay itself: dumps one at a time, from census to arms to gradients to predictions."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastadv.arms import Arm, freeze, question_one_arms
+from fastadv.batch import Batch
+from fastadv.outcomes import Census, Outcome
+from fastadv.replay.arm_table import ArmRow, PromptSums, arm_row, prompt_sums
+from fastadv.replay.errors import ReplayError
+from fastadv.replay.gradients import GradientCells, GradientRow, compare, noise_floor
+from fastadv.replay.policy import Policy, score
+from fastadv.replay.predictions import Prediction, p1_two_outcomes, p7_variance_drop, two_outcome_prompts
+from fastadv.replay.readers import ReadOptions, Rollouts, read
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What is computed.
+
+    Attributes:
+        baseline: of the arms that are not turn-reached, "loo" or "mean".
+        kappa: shrinkage of the turn-reached arm.
+        seed: of coins, halves and bootstrap.
+        loss: "reinforce", or "ppo" with the logged log-probs as the old ones.
+        cap_reward: "zero" (the plan's convention, R = 0 at the cap) or "logged".
+        max_tokens: padded tokens of a micro-batch.
+        buckets: gradients by turn and by difficulty too.
+        max_memory: bytes that flat gradients may take.
+        p1_prompts: prompts that the two-outcome check is made on.
+        read: how dumps are read.
+    """
+
+    baseline: str = "loo"
+    kappa: float = 2.0
+    seed: int = 0
+    loss: str = "reinforce"
+    cap_reward: str = "zero"
+    max_tokens: int = 4096
+    buckets: bool = True
+    max_memory: int = 8 * 2**30
+    p1_prompts: int = 8
+    read: ReadOptions = field(default_factory=ReadOptions)
+
+
+@dataclass(frozen=True)
+class FileSummary:
+    """One dump."""
+
+    name: str
+    source: str
+    rollouts: int
+    tokens: int | None  # response tokens
+    census: Census
+    statistics_hash: str | None
+    notes: tuple[str, ...]
+    refused: str
+
+
+@dataclass(frozen=True)
+class PromptSummary:
+    """One prompt; its label is untrusted text."""
+
+    label: str
+    counts: tuple[int, int, int, int]  # by Outcome
+    mean_reward: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Logged log-probs against those of the policy, over sampled tokens."""
+
+    tokens: int
+    mean_difference: float  # mean |logged - policy|
+    largest_difference: float
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayResult:
+    """Everything that the report shows."""
+
+    options: ReplayOptions
+    files: list[FileSummary]
+    prompts: list[PromptSummary]
+    arms: list[ArmRow]
+    gradients: list[GradientRow]
+    noise_floor: float | None
+    agreement: Agreement | None
+    predictions: list[Prediction]
+    turns_by_outcome: dict[Outcome, Tensor]  # [L] rollouts by number of turns, from 0
+    reward_by_turn: Tensor  # [L, 2]: rollouts that reached the turn, and the sum of their rewards
+    parameters: int | None
+
+    @property
+    def census(self) -> Census:
+        """Outcomes of all files."""
+        total = self.files[0].census
+        for file in self.files[1:]:
+            total = total + file.census
+        return total
+
+
+class Progress(Protocol):
+    """Somewhere to show how far a stage is."""
+
+    def stage(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+        """A stage of `total` steps (None: unknown); the context's value is called with the number of steps done."""
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def stage(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+        """A stage that nobody watches."""
+        return nullcontext(lambda done: None)
+
+
+def usable(rollouts: Rollouts, options: ReplayOptions) -> tuple[Batch, list[str]]:
+    """The rollouts with a result, and the rules that were applied to get them."""
+    batch, notes = rollouts.batch, list(rollouts.notes)
+    assert batch is not None
+    with_result = batch.outcomes != Outcome.INFRA
+    lost = int((~with_result).sum())
+    if lost:
+        batch = batch.select(with_result)
+        notes.append(f"{lost} rollouts without a result (INFRA) are left out: they neither vote nor enter a loss")
+    capped = batch.outcomes == Outcome.BUDGET
+    if options.cap_reward == "zero" and bool((batch.rewards[capped] != 0).any()):
+        changed = int((batch.rewards[capped] != 0).sum())
+        batch = replace(batch, rewards=torch.where(capped, 0.0, batch.rewards))
+        notes.append(f"the reward of {changed} capped rollouts was set to 0 (--cap-reward logged keeps it)")
+    single = int((batch.groups.sizes() == 1).sum())
+    if single:
+        notes.append(f"{single} of {batch.groups.num_groups} groups have one rollout with a result: its advantage is 0")
+    return batch, notes
+
+
+class _Run:
+    """What accumulates over dumps."""
+
+    def __init__(self, policy: Policy | None, options: ReplayOptions, progress: Progress) -> None:
+        self.policy, self.options, self.progress = policy, options, progress
+        self.arms = question_one_arms(baseline=options.baseline, kappa=options.kappa, seed=options.seed)
+        # P7 compares leave-one-out with turn-reached whatever baseline the arms have.
+        self.p7 = (Arm("reference"), Arm("turn-reached", baseline="turn-reached", kappa=options.kappa))
+        self.sums: list[PromptSums | None] = [None] * (len(self.arms) + len(self.p7))
+        self.files: list[FileSummary] = []
+        self.prompts: list[PromptSummary] = []
+        self.p1_prompts: list[Batch] = []
+        self.turns = {outcome: torch.zeros(0, dtype=torch.int64) for outcome in Outcome}
+        self.reached = torch.zeros(0, 2, dtype=torch.float64)
+        self.cells: GradientCells | None = None
+        self.differences = [0.0, 0.0, 0.0]  # tokens, sum and maximum of |logged - policy|
+        if policy is not None:
+            needed = GradientCells.bytes(len(self.arms), policy.size, buckets=options.buckets)
+            if needed > options.max_memory:
+                raise ReplayError(
+                    f"gradients of {policy.size:,} parameters for every arm and bucket take {needed / 2**30:.1f} GiB, "
+                    f"more than --max-memory {options.max_memory / 2**30:.1f}; --no-buckets takes "
+                    f"{GradientCells.bytes(len(self.arms), policy.size, buckets=False) / 2**30:.1f} GiB"
+                )
+            self.cells = GradientCells(self.arms, policy.size, buckets=options.buckets)
+
+    def add(self, path: Path) -> None:
+        """Reads one dump and adds what it holds."""
+        with self.progress.stage(f"reading {path.name}", None) as done:
+            rollouts = read(path, replace(self.options.read, progress=lambda n, total: done(n)))
+        census = rollouts.census()
+        self._add_prompts(rollouts, census)
+        tokens = None if rollouts.batch is None else rollouts.batch.num_tokens
+        summary = FileSummary(
+            path.name, rollouts.source, census.total, tokens, census, None, tuple(rollouts.notes), rollouts.refused
+        )
+        if rollouts.batch is not None:
+            batch, notes = usable(rollouts, self.options)
+            summary = replace(summary, notes=tuple(notes))
+            if batch.num_rollouts:
+                summary = replace(summary, statistics_hash=self._add_batch(batch))
+            else:
+                summary = replace(summary, refused="no rollout has a result")
+        self.files.append(summary)
+
+    def _add_prompts(self, rollouts: Rollouts, census: Census) -> None:
+        finite = torch.where(rollouts.rewards.isfinite(), rollouts.rewards, 0.0)
+        known = rollouts.rewards.isfinite().to(torch.float64)
+        groups = rollouts.groups
+        zeros = torch.zeros(groups.num_groups, dtype=torch.float64)
+        means = zeros.index_add(0, groups.index, finite) / zeros.index_add(0, groups.index, known)
+        assert census.by_group is not None
+        for label, counts, mean in zip(rollouts.labels, census.by_group.tolist(), means.tolist(), strict=True):
+            self.prompts.append(PromptSummary(label, tuple(counts), mean))
+
+    def _add_batch(self, batch: Batch) -> str:
+        """Arms, curves and gradients of one batch; returns the hash of its statistics."""
+        statistics = freeze(batch, kappa=self.options.kappa)
+        results = []
+        everything = (*self.arms, *self.p7)
+        with self.progress.stage("arms", len(everything)) as done:
+            for number, arm in enumerate(everything):
+                result = arm.apply(batch, statistics)
+                sums, before = prompt_sums(arm, result, batch, statistics), self.sums[number]
+                self.sums[number] = sums if before is None else before + sums
+                results.append(result)
+                done(number + 1)
+        self._add_curves(batch)
+        missing = self.options.p1_prompts - len(self.p1_prompts)
+        if self.policy is not None and self.cells is not None:
+            self.p1_prompts += two_outcome_prompts(batch, missing)
+            self.policy.check(batch)
+            self._add_agreement(self.policy, batch)
+            with self.progress.stage("gradients", batch.num_rollouts) as done:
+                self.cells.add(
+                    self.policy, batch, results[: len(self.arms)], self.options.seed, loss=self.options.loss,
+                    max_tokens=self.options.max_tokens, progress=done,
+                )  # fmt: skip
+        return statistics.hash
+
+    def _add_curves(self, batch: Batch) -> None:
+        turns = batch.segments.turns()
+        for outcome in Outcome:
+            here = torch.bincount(turns[batch.outcomes == outcome])
+            self.turns[outcome] = _added(self.turns[outcome], here)
+        longest = int(turns.max())
+        reached = torch.arange(longest) < turns[:, None]  # [B, L]
+        sums = torch.stack([reached.sum(0).to(torch.float64), (reached * batch.rewards[:, None]).sum(0)], 1)
+        self.reached = _added(self.reached, sums)
+
+    def _add_agreement(self, policy: Policy, batch: Batch) -> None:
+        if batch.rollout_log_probs is None:
+            return
+        with self.progress.stage("scoring", batch.num_tokens) as done:
+            for tokens, log_probs in score(policy, batch, self.options.max_tokens):
+                sampled = batch.mask[tokens]
+                gap = (batch.rollout_log_probs[tokens].double() - log_probs.double())[sampled].abs()
+                if gap.numel():
+                    self.differences[0] += gap.numel()
+                    self.differences[1] += float(gap.sum())
+                    self.differences[2] = max(self.differences[2], float(gap.max()))
+                done(tokens.stop)
+
+    def result(self) -> ReplayResult:
+        """Everything that was added."""
+        predictions: list[Prediction] = []
+        rows: list[ArmRow] = []
+        if all(s is not None for s in self.sums):
+            sums = [s for s in self.sums if s is not None]
+            rows = [arm_row(arm, s) for arm, s in zip(self.arms, sums, strict=False)]
+            if self.policy is not None:
+                with self.progress.stage("two-outcome check", len(self.p1_prompts)) as done:
+                    predictions.append(
+                        p1_two_outcomes(self.policy, self.p1_prompts, max_tokens=self.options.max_tokens, progress=done)
+                    )
+            predictions.append(p7_variance_drop(sums[-2], sums[-1], seed=self.options.seed))
+        gradients = self.cells is not None and self.cells.rollouts > 0
+        tokens, total, largest = self.differences
+        return ReplayResult(
+            options=self.options,
+            files=self.files,
+            prompts=self.prompts,
+            arms=rows,
+            gradients=compare(self.cells) if gradients and self.cells is not None else [],
+            noise_floor=noise_floor(self.cells) if gradients and self.cells is not None else None,
+            agreement=Agreement(int(tokens), total / tokens, largest) if tokens else None,
+            predictions=predictions,
+            turns_by_outcome=self.turns,
+            reward_by_turn=self.reached,
+            parameters=None if self.policy is None else self.policy.size,
+        )
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of two tables that may have different lengths."""
+    longest = max(a.shape[0], b.shape[0])
+    sum_ = a.new_zeros((longest, *a.shape[1:]))
+    sum_[: a.shape[0]] += a
+    sum_[: b.shape[0]] += b
+    return sum_
+
+
+def replay(
+    paths: list[Path], policy: Policy | None, options: ReplayOptions, progress: Progress | None = None
+) -> ReplayResult:
+    """Replays dumps, one at a time: a dump's rollouts are gone before the next is read.
+
+    Args:
+        paths: dumps in any format that `fastadv.replay.readers` reads; groups do not reach over files.
+        policy: the checkpoint for gradients; None: census, arms and predictions that need no model.
+        options: what is computed.
+        progress: where progress is shown.
+
+    Raises:
+        ReplayError: a dump or a policy that cannot be used, with what to do about it.
+    """
+    if not paths:
+        raise ReplayError("no dump was given")
+    run = _Run(policy, options, progress or NoProgress())
+    for path in paths:
+        run.add(path)
+        gc.collect()
+    return run.result()

@@ -1,0 +1,121 @@
+"""Plots of a replay as SVG, which the page holds inline."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fastadv.outcomes import Outcome
+from fastadv.replay.gradients import DIFFICULTY_NAMES, TURN_NAMES
+from fastadv.replay.pipeline import ReplayResult
+
+COLOURS = {
+    Outcome.SOLVED: "#2e7d32",
+    Outcome.FAILED: "#c62828",
+    Outcome.BUDGET: "#ef6c00",
+    Outcome.INFRA: "#757575",
+}
+
+
+class Figure(NamedTuple):
+    """A plot and what it shows."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+def figures(result: ReplayResult) -> list[Figure]:
+    """Every plot that the result has data for."""
+    found = []
+    if result.reward_by_turn.shape[0]:
+        found += [_turns(result), _reward_by_turn(result)]
+    if result.arms:
+        found.append(_second_moments(result))
+    if result.gradients and result.options.buckets:
+        found += [_by_bucket(result, TURN_NAMES, "turn"), _by_bucket(result, DIFFICULTY_NAMES, "difficulty")]
+    return found
+
+
+def _draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int = 1) -> Figure:
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "fastadv", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        canvas = Canvas(figsize=(4.6 * panels, 3.0), layout="constrained")
+        axes = canvas.subplots(1, panels, squeeze=False)[0]
+        paint(axes)
+        buffer = io.StringIO()
+        canvas.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return Figure(title, caption, text[text.index("<svg") :])
+
+
+def _turns(result: ReplayResult) -> Figure:
+    def paint(axes: Any) -> None:
+        for outcome in (Outcome.SOLVED, Outcome.FAILED, Outcome.BUDGET):
+            counts = result.turns_by_outcome[outcome].tolist()
+            total = max(1, sum(counts))
+            axes[0].step(
+                range(len(counts)), [c / total for c in counts], where="mid", color=COLOURS[outcome], label=outcome.name
+            )
+        axes[0].set_xlabel("turns")
+        axes[0].set_ylabel("share of its rollouts")
+        axes[0].legend(frameon=False)
+
+    return _draw("Turns by outcome", "Succeed fast, fail slow would show as curves that move apart.", paint)
+
+
+def _reward_by_turn(result: ReplayResult) -> Figure:
+    counts, sums = result.reward_by_turn.unbind(1)
+    means = (sums / counts.clamp(min=1)).tolist()
+
+    def paint(axes: Any) -> None:
+        turns = range(1, len(means) + 1)
+        axes[0].plot(turns, means, color="#1565c0", marker=".")
+        axes[0].set_xlabel("turn reached")
+        axes[0].set_ylabel("mean reward")
+        axes[0].set_ylim(bottom=0)
+        share = axes[0].twinx()
+        share.fill_between(turns, (counts / counts.max()).tolist(), color="#1565c0", alpha=0.12)
+        share.set_ylabel("share of rollouts that reach it")
+        share.set_ylim(0, 1)
+
+    caption = "What the turn-reached baseline knows: the mean reward of the rollouts that got as far."
+    return _draw("Reward by turn reached", caption, paint)
+
+
+def _second_moments(result: ReplayResult) -> Figure:
+    def paint(axes: Any) -> None:
+        names = [arm.name for arm in result.arms]
+        axes[0].bar(names, [arm.second_moment for arm in result.arms], color="#5c6bc0")
+        axes[0].set_ylabel("E[A²] per token")
+        axes[1].bar(names, [arm.subsidy for arm in result.arms], color=COLOURS[Outcome.BUDGET])
+        axes[1].set_ylabel("implied reward for the cap")
+
+    caption = "Left: the mean square advantage per token. Right: what running into the cap is paid."
+    return _draw("Advantages by arm", caption, paint, panels=2)
+
+
+def _by_bucket(result: ReplayResult, scopes: tuple[str, ...], what: str) -> Figure:
+    present = [s for s in scopes if any(row.scope == s for row in result.gradients)]
+    shown = [arm.name for arm in result.arms if arm.name in ("b", "c", "e")]
+
+    def paint(axes: Any) -> None:
+        for name in shown:
+            rows = [next(r for r in result.gradients if r.scope == s and r.arm == name) for s in present]
+            axes[0].plot(present, [r.cosine for r in rows], marker="o", label=f"({name})")
+            axes[1].plot(present, [r.norm_ratio for r in rows], marker="o")
+        axes[0].set_ylabel("cosine to (a)")
+        axes[1].set_ylabel("norm relative to (a)")
+        axes[0].legend(frameon=False)
+        for panel in axes:
+            panel.tick_params(axis="x", rotation=30)
+
+    caption = (
+        f"Each arm's gradient against the reference, by {what}: (b) mask, (c) mask with survivors, (e) turn-reached."
+    )
+    return _draw(f"Gradients by {what}", caption, paint, panels=2)

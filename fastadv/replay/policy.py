@@ -1,0 +1,107 @@
+"""A policy at a fixed checkpoint, and log-probs of logged tokens under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastadv.batch import Batch
+from fastadv.replay.errors import ReplayError
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A causal language model."""
+
+    model: nn.Module
+    vocabulary: int
+    context: int | None  # longest sequence, if the configuration says
+    temperature: float = 1.0
+
+    @classmethod
+    def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> Policy:
+        """Loads a transformers checkpoint: config.json and safetensors, nothing from the network, no remote code.
+
+        Raises:
+            ReplayError: transformers is not installed, or the folder is no such checkpoint.
+        """
+        try:
+            import transformers
+        except ImportError as error:
+            raise ReplayError(f"--policy needs transformers ({error}): pip install 'fastadv[replay]'") from error
+        if not (folder / "config.json").is_file():
+            raise ReplayError(f"{folder} is no policy: it has no config.json (a folder as save_pretrained writes it)")
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
+            )
+        except Exception as error:  # transformers has many ways to say that a checkpoint is broken
+            raise ReplayError(f"{folder} cannot be loaded as a policy ({type(error).__name__}: {error})") from error
+        model.eval()
+        config = model.config
+        return cls(model, int(config.vocab_size), getattr(config, "max_position_embeddings", None), temperature)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that gradients are taken by; a tied one is there once."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(p.numel() for p in self.parameters)
+
+    def check(self, batch: Batch) -> None:
+        """Raises ReplayError unless the model can score every response token of the batch."""
+        ids = batch.token_ids
+        if ids is None:
+            raise ReplayError("the rollouts carry no token ids: gradients need the prompt and response tokens")
+        if ids.ids.numel() and int(ids.ids.max()) >= self.vocabulary:
+            raise ReplayError(
+                f"the rollouts hold token id {int(ids.ids.max())}, the policy's vocabulary ends at "
+                f"{self.vocabulary - 1}: they come from another tokenizer"
+            )
+        lengths = ids.cu_seqlens.diff()
+        if self.context is not None and lengths.numel() and int(lengths.max()) > self.context:
+            raise ReplayError(f"a rollout has {int(lengths.max())} tokens, the policy's context ends at {self.context}")
+        without_prompt = (lengths == batch.lengths) & (batch.lengths > 0)
+        if bool(without_prompt.any()):
+            row = int(without_prompt.nonzero()[0])
+            raise ReplayError(f"rollout {row} has no prompt: nothing predicts its first response token")
+
+    def log_probs(self, batch: Batch, first: int, last: int) -> Tensor:
+        """Log-probs of the response tokens of rollouts `first .. last - 1`, packed `[n]` float32 (float64 if the model
+        is), with a graph."""
+        assert batch.token_ids is not None
+        cu_seqlens, all_ids = batch.token_ids.cu_seqlens, batch.token_ids.ids
+        rows = [all_ids[int(cu_seqlens[r]) : int(cu_seqlens[r + 1])].long() for r in range(first, last)]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [b, T]
+        lengths = torch.tensor([len(row) for row in rows])
+        positions = torch.arange(ids.shape[1])
+        output: Any = self.model(input_ids=ids, attention_mask=(positions < lengths[:, None]).long(), use_cache=False)
+        logits = output.logits[:, :-1]  # [b, T - 1, V]
+        prompts = lengths - batch.lengths[first:last]
+        response = (positions >= prompts[:, None]) & (positions < lengths[:, None])  # [b, T]
+        chosen = response[:, 1:]  # position p is predicted at p - 1
+        scores: Tensor = logits[chosen].to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        return scores.log_softmax(-1).gather(1, ids[:, 1:][chosen][:, None]).squeeze(1)  # [n, V] to [n]
+
+
+def token_range(batch: Batch, first: int, last: int) -> slice:
+    """Where the response tokens of rollouts `first .. last - 1` are."""
+    assert batch.cu_seqlens is not None
+    return slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last]))
+
+
+def score(policy: Policy, batch: Batch, max_tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    """Log-probs of all response tokens, a micro-batch at a time, without a graph: (where, `[n]`)."""
+    with torch.no_grad():
+        for first, last in batch.micro_batches(max_tokens):
+            yield token_range(batch, first, last), policy.log_probs(batch, first, last)

@@ -1,0 +1,149 @@
+"""The plan's predictions that logged rollouts decide: one function each, with its threshold, interval and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastadv.arms import CAPPED, Arm, freeze
+from fastadv.batch import Batch
+from fastadv.outcomes import Outcome
+from fastadv.replay.arm_table import PromptSums
+from fastadv.replay.gradients import Weighted, policy_gradients
+from fastadv.replay.policy import Policy
+from fastadv.segment_table import SegmentTable
+
+SUPPORTED, FALSIFIED, UNDECIDED, NO_DATA = "supported", "falsified", "undecided", "no data"
+P7_SUPPORTED, P7_FALSIFIED = 0.20, 0.10
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A prediction's statistic, what it is held against, and what follows."""
+
+    name: str
+    claim: str
+    statistic: dict[str, float]
+    threshold: str
+    interval: tuple[float, float] | None  # 95 %, by a bootstrap over prompts
+    verdict: str
+    detail: str
+
+
+def p7_variance_drop(
+    reference: PromptSums, turn_reached: PromptSums, *, draws: int = 2000, seed: int = 0
+) -> Prediction:
+    """P7, offline: the turn-reached baseline cuts the per-token variance of advantages by at least 20 %.
+
+    The statistic is 1 - E[A_e^2] / E[A_a^2] over tokens, both arms leave-one-out: within prompts and at the group size
+    that the rollouts have. The population's Var(E[R | turn]) / Var(R) would promise more than a finite group can keep.
+
+    Args:
+        reference: sums of the arm without mask and with the leave-one-out baseline.
+        turn_reached: sums of the arm with the turn-reached baseline.
+        draws: bootstrap resamples of prompts.
+        seed: of the bootstrap.
+    """
+    threshold = f"supported from {P7_SUPPORTED:.0%}, falsified below {P7_FALSIFIED:.0%}"
+    claim = "the turn-reached baseline cuts per-token advantage variance by at least 20 % against the group mean"
+    a, e = reference.squares, turn_reached.squares  # [G]
+    if not float(a.sum()) > 0:
+        detail = "no group has a spread of rewards: there is no variance to cut"
+        return Prediction("P7", claim, {}, threshold, None, NO_DATA, detail)
+    drop = 1 - float(e.sum() / a.sum())
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(0, a.shape[0], (draws, a.shape[0]), generator=generator)
+    sums = a[picks].sum(1)
+    drops = (1 - e[picks].sum(1) / sums)[sums > 0]
+    low, high = torch.quantile(drops, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    verdict = SUPPORTED if drop >= P7_SUPPORTED else FALSIFIED if drop < P7_FALSIFIED else UNDECIDED
+    clear = low >= P7_SUPPORTED if verdict == SUPPORTED else high < P7_FALSIFIED if verdict == FALSIFIED else False
+    detail = (
+        "the whole interval is on this side"
+        if clear
+        else "the interval reaches over the threshold: more prompts would help"
+    )
+    return Prediction("P7", claim, {"variance drop": drop}, threshold, (low, high), verdict, detail)
+
+
+# ---- P1 --------------------------------------------------------------------------------------------------------------
+
+P1_TOLERANCE = 1e-4  # rounding of a float32 backward pass; transformers' norms are float32 in any precision
+
+P1_IDENTITIES = {
+    "masked, mean baseline": "equals (1 - R) x the un-baselined reference",
+    "masked, leave-one-out": "equals G / (G - 1) x (1 - R) x the un-baselined reference",
+    "survivors": "is zero with singleton 'zero'",
+    "residual": "masked - (1 - R) x the baselined reference equals R (1 - R) x mean score",
+}
+
+
+def two_outcome_prompts(batch: Batch, limit: int) -> list[Batch]:
+    """Up to `limit` prompts, each with its solved and its capped rollouts only, rewards 1 and 0."""
+    prompts: list[Batch] = []
+    solved, capped = batch.outcomes == Outcome.SOLVED, batch.outcomes == Outcome.BUDGET
+    for group in range(batch.groups.num_groups):
+        here = batch.groups.index == group
+        if len(prompts) == limit:
+            break
+        if bool((here & solved).any()) and bool((here & capped).any()):
+            part = batch.select(here & (solved | capped))
+            rewards = (part.outcomes == Outcome.SOLVED).to(torch.float64)
+            prompts.append(replace(part, rewards=rewards))
+    return prompts
+
+
+def p1_residuals(policy: Policy, prompt: Batch, *, max_tokens: int) -> dict[str, float]:
+    """How far a two-outcome prompt's gradients are from each identity, relative to the un-baselined reference."""
+    statistics = freeze(prompt)
+
+    def weighted(arm: Arm) -> Weighted:
+        result = arm.apply(prompt, statistics)
+        return Weighted(result.advantages, result.weights)
+
+    arms = (
+        weighted(Arm("un-baselined", baseline="none")),
+        weighted(Arm("baselined", baseline="mean")),
+        weighted(Arm("masked, mean", CAPPED, baseline="mean")),
+        weighted(Arm("masked, loo", CAPPED, baseline="loo")),
+        weighted(Arm("survivors", CAPPED, baseline="mean", population="survivors")),
+        Weighted(SegmentTable(torch.ones(prompt.segments.count), prompt.segments), torch.ones(prompt.num_rollouts)),
+    )
+    plain, baselined, masked, masked_loo, survivors, scores = (
+        policy_gradients(policy, prompt, arms, max_tokens=max_tokens) / prompt.num_rollouts
+    )
+    size, r = prompt.num_rollouts, float(prompt.rewards.mean())
+    errors: dict[str, Tensor] = {
+        "masked, mean baseline": masked - (1 - r) * plain,
+        "masked, leave-one-out": masked_loo - size / (size - 1) * (1 - r) * plain,
+        "survivors": survivors,
+        "residual": masked - (1 - r) * baselined - r * (1 - r) * scores,
+    }
+    return {name: float(error.norm() / plain.norm()) for name, error in errors.items()}
+
+
+def p1_two_outcomes(
+    policy: Policy, prompts: list[Batch], *, max_tokens: int, progress: Callable[[int], None] = lambda done: None
+) -> Prediction:
+    """P1: on two outcomes the masked gradient is (1 - R) times the un-baselined reference, prompt by prompt.
+
+    It is a check of the pipeline, not a finding: the algebra is exact on any sample in which whatever is not solved ran
+    into the cap, so it is made on the solved and the capped rollouts of each prompt. The identities hold to rounding or
+    a statistic is not frozen.
+    """
+    claim = "on two outcomes the masked gradient is (1 - R) x the un-baselined reference, and survivors give zero"
+    threshold = f"largest relative residual below {P1_TOLERANCE:g}"
+    if not prompts:
+        detail = "no prompt has both a solved and a capped rollout"
+        return Prediction("P1", claim, {}, threshold, None, NO_DATA, detail)
+    worst = dict.fromkeys(P1_IDENTITIES, 0.0)
+    for number, prompt in enumerate(prompts):
+        for name, residual in p1_residuals(policy, prompt, max_tokens=max_tokens).items():
+            worst[name] = max(worst[name], residual)
+        progress(number + 1)
+    verdict = SUPPORTED if max(worst.values()) < P1_TOLERANCE else FALSIFIED
+    detail = f"largest residuals over {len(prompts)} prompts, each with its solved and capped rollouts"
+    return Prediction("P1", claim, worst, threshold, None, verdict, detail)

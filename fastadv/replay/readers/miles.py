@@ -1,0 +1,247 @@
+"""Dumps of Miles and slime: `--save-debug-rollout-data`.
+
+A dump is `torch.save({"rollout_id", "samples", "metadata"})`, where samples are dictionaries of plain objects. It is
+written before rewards are normalised and before masks are filled in, so it holds what the engine returned.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastadv.batch import Batch, TokenIds
+from fastadv.groups import group_index
+from fastadv.outcomes import Outcome
+from fastadv.replay.errors import ReplayError
+from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of, packed_offsets
+
+# How an agent's own loop says that it was cut off while the engine says "completed".
+CUT_OFF = {"TimeLimitExceeded", "SequenceLengthLimitExceeded"}
+STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
+NO_RESULT = ("aborted", "failed", "pending")  # "failed" is a tool or an API that failed, not a wrong answer
+LARGEST_ID = 2**31 - 1
+
+
+def load(path: Path, *, trust: bool) -> Any:
+    """The object in a torch file, without executing anything in it unless `trust`.
+
+    Raises:
+        ReplayError: a file that is truncated or no torch file, or that holds more than plain objects and tensors.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n")[0]
+        raise ReplayError(
+            f"{path} holds more than plain data and was refused; nothing in it was executed ({reason}). "
+            "If you trust whoever wrote it, --trust-dump reads it and runs the code in it"
+        ) from error
+    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError) as error:
+        reason = str(error).split("\n")[0]
+        raise ReplayError(f"{path} is truncated or no torch file ({reason})") from error
+    except Exception as error:  # a pickle can be broken in as many ways as there are exceptions
+        raise ReplayError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+
+
+class _Sample:
+    """One entry of `samples`, checked as it is taken apart."""
+
+    def __init__(self, where: str, fields: Any) -> None:
+        if not isinstance(fields, dict):
+            raise ReplayError(f"{where} is a {type(fields).__name__}, not a dictionary of fields")
+        self.where, self.fields = where, fields
+
+    def get(self, name: str, kinds: type | tuple[type, ...], *, optional: bool = False) -> Any:
+        """A field of one of these types; a missing one is an error unless it is optional."""
+        value = self.fields.get(name)
+        if value is None:
+            if optional:
+                return None
+            raise ReplayError(f"{self.where} has no {name!r}")
+        if isinstance(value, bool) and kinds is int:
+            value = int(value)
+        if not isinstance(value, kinds):
+            raise ReplayError(f"{self.where}: {name!r} is a {type(value).__name__}")
+        return value
+
+    def numbers(self, name: str, dtype: type, *, length: int | None = None) -> np.ndarray | None:
+        """A per-token list as an array; None where the field is."""
+        value = self.get(name, (list, tuple, np.ndarray, Tensor), optional=True)
+        if value is None:
+            return None
+        try:
+            array: np.ndarray = np.asarray(value, dtype=dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ReplayError(f"{self.where}: {name!r} holds something that is no number ({error})") from error
+        if array.ndim != 1:
+            raise ReplayError(f"{self.where}: {name!r} has {array.ndim} dimensions, not one")
+        if length is not None and array.shape[0] != length:
+            raise ReplayError(f"{self.where}: {name!r} has {array.shape[0]} entries for {length} response tokens")
+        return array
+
+    def reward(self, key: str | None) -> float:
+        """The reward; NaN for none."""
+        value = self.fields.get("reward")
+        if isinstance(value, dict):
+            if key is None:
+                keys = ", ".join(sorted(map(str, value)))
+                raise ReplayError(
+                    f"{self.where}: the reward is a dictionary; choose one of its keys with --reward-key ({keys})"
+                )
+            if key not in value:
+                raise ReplayError(f"{self.where}: the reward has no key {key!r}")
+            value = value[key]
+        if value is None:
+            return math.nan
+        if isinstance(value, (Tensor, np.generic)) and getattr(value, "ndim", 0) == 0:
+            value = value.item()
+        if not isinstance(value, (int, float)):
+            raise ReplayError(f"{self.where}: the reward is a {type(value).__name__}")
+        return float(value)
+
+
+def _cut_off(status: str, metadata: dict[str, Any]) -> bool:
+    return status == "truncated" or str(metadata.get("exit_status")) in CUT_OFF
+
+
+class _Columns:
+    """The samples as columns."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.total_lengths: list[int] = []
+        self.masks: list[np.ndarray] = []
+        self.log_probs: list[np.ndarray | None] = []
+        self.ids: list[np.ndarray] = []
+        self.rewards: list[float] = []
+        self.outcomes: list[Outcome] = []
+        self.capped: list[bool] = []
+        self.groups: list[int | str] = []
+        self.row_ids: list[int] = []
+        self.labels: dict[int | str, str] = {}
+        self.removed = self.missing_rewards = 0
+
+    def add(self, sample: _Sample, row: int, options: ReadOptions) -> None:
+        """Takes one sample apart."""
+        response = sample.get("response_length", int)
+        tokens = sample.numbers("tokens", np.int64)
+        if tokens is None:
+            raise ReplayError(f"{sample.where} has no 'tokens'")
+        if not 0 <= response <= tokens.shape[0]:
+            raise ReplayError(f"{sample.where}: 'response_length' is {response} of {tokens.shape[0]} tokens")
+        if tokens.size and (tokens.min() < 0 or tokens.max() > LARGEST_ID):
+            raise ReplayError(f"{sample.where}: 'tokens' holds an id outside of [0, {LARGEST_ID}]")
+        mask = sample.numbers("loss_mask", np.float32, length=response)
+        if mask is not None and not np.array_equal(mask, np.trunc(mask)):
+            raise ReplayError(f"{sample.where}: 'loss_mask' has a fractional value; it says which tokens were sampled")
+        status = sample.get("status", str)
+        if status not in STATUSES:
+            raise ReplayError(f"{sample.where}: 'status' is {status!r}; Miles and slime write {', '.join(STATUSES)}")
+        metadata = sample.get("metadata", dict, optional=True) or {}
+        cut_off, reward = _cut_off(status, metadata), sample.reward(options.reward_key)
+        infra = status in NO_RESULT
+        self.missing_rewards += not infra and not math.isfinite(reward)
+        group = sample.get("group_index", int, optional=True)
+        group = sample.where if group is None else group
+        index = sample.get("index", int, optional=True)
+        self.labels.setdefault(group, label_text(sample.fields.get("prompt", "")))
+        self.lengths.append(response)
+        self.total_lengths.append(tokens.shape[0])
+        self.masks.append(np.ones(response, bool) if mask is None else mask != 0)
+        self.log_probs.append(sample.numbers("rollout_log_probs", np.float32, length=response))
+        self.ids.append(tokens.astype(np.int32))
+        self.rewards.append(reward)
+        self.outcomes.append(outcome_of(reward, cut_off=cut_off, infra=infra, solved_above=options.solved_above))
+        self.capped.append(cut_off)
+        self.groups.append(group)
+        self.row_ids.append(row if index is None else index)
+        self.removed += bool(sample.fields.get("remove_sample"))
+
+
+def _packed(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=dtype)
+
+
+def read(path: Path, options: ReadOptions) -> Rollouts:
+    """Reads a dump of Miles or slime.
+
+    Outcomes: a reward above `solved_above` is SOLVED, cut off or not; else status "truncated", or an `exit_status` that
+    says so, is BUDGET; "aborted", "failed" and "pending", and a reward of None or NaN, are INFRA; the rest is FAILED.
+
+    Raises:
+        ReplayError: a field that is missing, of the wrong type or length, naming the sample.
+    """
+    dump = load(path, trust=options.trust)
+    if not isinstance(dump, dict) or "samples" not in dump:
+        kind = ", ".join(sorted(map(str, dump))) if isinstance(dump, dict) else type(dump).__name__
+        raise ReplayError(f"{path} is no rollout dump: it holds {kind or 'nothing'}, not a dictionary with 'samples'")
+    samples = dump.pop("samples")
+    if not isinstance(samples, list):
+        raise ReplayError(f"{path}: 'samples' is a {type(samples).__name__}, not a list")
+    if not samples:
+        raise ReplayError(f"{path} holds no rollouts")
+    _refuse_split_trajectories(path, samples)
+
+    columns = _Columns()
+    for row, fields in enumerate(samples):
+        columns.add(_Sample(f"{path}, sample {row}", fields), row, options)
+        samples[row] = None  # lists of Python numbers weigh ten times the arrays that were made of them
+        options.progress(row + 1, len(samples))
+    return _rollouts(path, columns)
+
+
+def _refuse_split_trajectories(path: Path, samples: list[Any]) -> None:
+    ids = Counter(s.get("rollout_id") for s in samples if isinstance(s, dict))
+    shared = [i for i, count in ids.items() if count > 1 and i is not None]
+    if shared:
+        raise ReplayError(
+            f"{path}: {ids[shared[0]]} samples share rollout_id {shared[0]}: a trajectory in several samples would "
+            "vote several times, and is not supported"
+        )
+
+
+def _rollouts(path: Path, c: _Columns) -> Rollouts:
+    notes = []
+    if c.removed:
+        notes.append(
+            f"{c.removed} samples were marked by a sample filter; the marks are ignored, arms decide what is excluded"
+        )
+    if c.missing_rewards:
+        notes.append(f"{c.missing_rewards} finished samples have no reward (None or NaN): counted as INFRA")
+    without_group = sum(isinstance(g, str) for g in c.groups)
+    if without_group:
+        notes.append(f"{without_group} samples have no group_index: each is a group of its own")
+    if len(set(c.row_ids)) != len(c.row_ids):
+        c.row_ids = list(range(len(c.row_ids)))
+        notes.append("sample indices repeat: coins are tossed by position instead")
+    with_log_probs = sum(lp is not None for lp in c.log_probs)
+    log_probs = None
+    if with_log_probs == len(c.log_probs):
+        log_probs = _packed([lp for lp in c.log_probs if lp is not None], torch.float32)
+    elif with_log_probs:
+        without = len(c.log_probs) - with_log_probs
+        notes.append(f"{without} samples have no rollout_log_probs: those of the others are not used")
+    groups = group_index(c.groups)
+    rewards = torch.tensor(c.rewards, dtype=torch.float64)
+    outcomes = torch.tensor(c.outcomes, dtype=torch.int64)
+    batch = Batch.of(
+        mask=_packed(c.masks, torch.bool),
+        cu_seqlens=packed_offsets(c.lengths),
+        rewards=rewards,
+        group_ids=groups,
+        outcomes=outcomes,
+        capped=torch.tensor(c.capped),
+        row_ids=torch.tensor(c.row_ids, dtype=torch.int64),
+        rollout_log_probs=log_probs,
+        token_ids=TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths)),
+    )
+    labels = [c.labels[g] for g in dict.fromkeys(c.groups)]
+    return Rollouts("miles", outcomes, rewards, groups, labels, batch, notes)

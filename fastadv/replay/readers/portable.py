@@ -1,0 +1,116 @@
+"""The portable rollout format: one safetensors file. docs/portable_format.md describes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastadv.batch import Batch, TokenIds
+from fastadv.replay.errors import ReplayError
+from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text
+
+FORMAT, VERSION = "fastadv rollouts", "1"
+REQUIRED = ("cu_seqlens", "mask", "rewards", "group_ids", "outcomes")
+OPTIONAL = ("turn_ids", "capped", "row_ids", "rollout_log_probs", "token_ids", "token_cu_seqlens")
+
+
+def write(path: Path, batch: Batch, labels: list[str] | None = None) -> None:
+    """Writes a batch in the portable format.
+
+    Args:
+        path: file to write; an existing one is not overwritten.
+        batch: the rollouts.
+        labels: one text a group, for people.
+
+    Raises:
+        FileExistsError: the file exists.
+    """
+    from safetensors.torch import save_file
+
+    batch = batch.packed()
+    assert batch.cu_seqlens is not None
+    tensors = {
+        "cu_seqlens": batch.cu_seqlens,
+        "mask": batch.mask,
+        "turn_ids": batch.turn_ids,
+        "rewards": batch.rewards,
+        "group_ids": batch.groups.index,
+        "outcomes": batch.outcomes.to(torch.uint8),
+        "capped": batch.capped,
+        "row_ids": batch.row_ids,
+    }
+    if batch.rollout_log_probs is not None:
+        tensors["rollout_log_probs"] = batch.rollout_log_probs
+    if batch.token_ids is not None:
+        tensors["token_ids"] = batch.token_ids.ids
+        tensors["token_cu_seqlens"] = batch.token_ids.cu_seqlens
+    metadata = {"format": FORMAT, "version": VERSION}
+    if labels is not None:
+        metadata["group_labels"] = json.dumps(labels)
+    with path.open("xb"):
+        pass  # claims the name, so that nothing that appeared meanwhile is overwritten
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
+
+
+def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ReplayError(
+                    f"{path} is a safetensors file, but not of rollouts: its metadata has no format {FORMAT!r}"
+                )
+            if metadata.get("version") != VERSION:
+                raise ReplayError(
+                    f"{path} has version {metadata.get('version')!r} of the format; this is fastadv for {VERSION!r}"
+                )
+            names = set(file.keys())
+            unknown = sorted(names - {*REQUIRED, *OPTIONAL})
+            if unknown:
+                raise ReplayError(f"{path} holds {', '.join(unknown)}, which the format does not know")
+            return {name: file.get_tensor(name) for name in names}, metadata
+    except (SafetensorError, OSError) as error:
+        raise ReplayError(f"{path} is truncated or no safetensors file ({error})") from error
+
+
+def read(path: Path, options: ReadOptions) -> Rollouts:
+    """Reads a file in the portable format.
+
+    Raises:
+        ReplayError: a tensor that is missing or does not fit the others.
+    """
+    tensors, metadata = _load(path)
+    for name in REQUIRED:
+        if name not in tensors:
+            raise ReplayError(f"{path} has no tensor {name!r}")
+    parts: dict[str, Any] = dict(tensors)
+    ids, ends = parts.pop("token_ids", None), parts.pop("token_cu_seqlens", None)
+    if (ids is None) != (ends is None):
+        raise ReplayError(f"{path}: token_ids and token_cu_seqlens come together")
+    try:
+        batch = Batch.of(**parts, token_ids=None if ids is None else TokenIds(ids, ends))
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise ReplayError(f"{path}: {error}") from error
+    if batch.num_rollouts == 0:
+        raise ReplayError(f"{path} holds no rollouts")
+    options.progress(batch.num_rollouts, batch.num_rollouts)
+    return Rollouts("portable", batch.outcomes, batch.rewards, batch.groups, _labels(path, batch, metadata), batch)
+
+
+def _labels(path: Path, batch: Batch, metadata: dict[str, str]) -> list[str]:
+    plain = [f"group {g}" for g in range(batch.groups.num_groups)]
+    if "group_labels" not in metadata:
+        return plain
+    try:
+        labels = json.loads(metadata["group_labels"])
+    except ValueError as error:
+        raise ReplayError(f"{path}: group_labels is no JSON ({error})") from error
+    if not isinstance(labels, list) or len(labels) != len(plain):
+        raise ReplayError(f"{path}: group_labels must be a list of {len(plain)} texts")
+    return [label_text(label) for label in labels]

@@ -1,0 +1,78 @@
+"""verl's rollout JSON lines (`trainer.rollout_data_dir`): one object a rollout with input, output, score and step.
+
+There are no tokens, masks or log-probs in them, and no word on truncation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastadv.groups import group_index
+from fastadv.replay.errors import ReplayError
+from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of
+
+REFUSED = (
+    "verl's rollout log carries text and scores only: no tokens, masks or turns, and no word on truncation, so a "
+    "capped rollout cannot be told from a wrong answer. Arms and gradients need the portable format or a Miles dump"
+)
+
+
+def _line(path: Path, number: int, text: str) -> dict[str, Any]:
+    where = f"{path}, line {number}"
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ReplayError(f"{where} is no JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ReplayError(f"{where} is a {type(fields).__name__}, not an object")
+    for name in ("input", "output", "score"):
+        if name not in fields:
+            raise ReplayError(f"{where} has no {name!r}; verl writes input, output, score and step")
+    if fields["score"] is not None and (
+        isinstance(fields["score"], bool) or not isinstance(fields["score"], (int, float))
+    ):
+        raise ReplayError(f"{where}: 'score' is {fields['score']!r}, not a number")
+    return fields
+
+
+def read(path: Path, options: ReadOptions) -> Rollouts:
+    """Reads a rollout log of verl: rewards by group; a group is the rollouts of one step with the same input.
+
+    Raises:
+        ReplayError: a line that is no JSON or lacks a field, naming it.
+    """
+    rewards: list[float] = []
+    groups: list[str] = []
+    labels: dict[str, str] = {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if not text.strip():
+                    continue
+                fields = _line(path, number, text)
+                score = fields["score"]
+                rewards.append(math.nan if score is None else float(score))
+                group = f"{fields.get('step')}\n{fields['input']}"
+                groups.append(group)
+                labels.setdefault(group, label_text(fields["input"]))
+                options.progress(number, 0)
+    except UnicodeDecodeError as error:
+        raise ReplayError(f"{path} is no text ({error})") from error
+    if not rewards:
+        raise ReplayError(f"{path} holds no rollouts")
+    outcomes = [outcome_of(r, cut_off=False, infra=False, solved_above=options.solved_above) for r in rewards]
+    return Rollouts(
+        source="verl",
+        outcomes=torch.tensor(outcomes, dtype=torch.int64),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        groups=group_index(groups),
+        labels=list(labels.values()),
+        batch=None,
+        notes=["verl's log does not say which rollouts were truncated: BUDGET cannot be counted"],
+        refused=REFUSED,
+    )

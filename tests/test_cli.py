@@ -1,0 +1,212 @@
+"""The command as a user meets it: output, files, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_files import sample, samples, write_dump, write_policy, write_verl
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen_lake"
+MILES = Path(__file__).parent / "data" / "miles_dump_example.pt"
+
+
+def fastadv(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from fastadv.cli import main; main()", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+
+
+def fails(*arguments: Any, message: str) -> None:
+    """Exit status 2, the message, and no traceback."""
+    run = fastadv(*arguments)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert re.search(message, run.stderr), run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, Any]]:
+    """Terminal, page and numbers of the committed example."""
+    out = tmp_path_factory.mktemp("report") / "made" / "here"
+    run = fastadv("replay", EXAMPLE / "rollouts.pt", "--policy", EXAMPLE / "policy", "--out", out)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, (out / "report.html").read_text(), json.loads((out / "report.json").read_text())
+
+
+def test_the_example_shows_every_table(report: tuple[str, str, dict[str, Any]]) -> None:
+    terminal, page, _ = report
+    titles = [
+        "Dumps", "Outcome census", "Prompts", "Arms", "Effective weight", "Gradients at the checkpoint",
+        "Gradients by turn", "Gradients by difficulty", "Predictions",
+    ]  # fmt: skip
+    for title in titles:
+        assert f"\n{title}" in terminal
+        assert f"<h2>{title}</h2>" in page
+    assert "the policy is the one that sampled" in terminal
+
+
+def test_the_examples_numbers(report: tuple[str, str, dict[str, Any]]) -> None:
+    *_, numbers = report
+    census, total = numbers["census"], sum(numbers["census"].values())
+    assert total >= 16 * 8
+    assert min(census["SOLVED"], census["FAILED"], census["BUDGET"]) > 0
+    assert 0.15 <= census["BUDGET"] / total <= 0.60
+    arms = {arm["name"]: arm for arm in numbers["arms"]}
+    assert list(arms) == ["a", "b", "c", "d0.3", "d0.6", "d1", "e"]
+    assert arms["a"]["subsidy"] == arms["e"]["subsidy"] == 0
+    assert 0 < arms["b"]["subsidy"] < arms["c"]["subsidy"]  # survivors amplify
+    whole = {row["arm"]: row for row in numbers["gradients"] if row["scope"] == "all"}
+    assert whole["a"]["cosine"] == pytest.approx(1)
+    assert whole["b"]["cosine"] == whole["d1"]["cosine"] < 1
+    scopes = {row["scope"] for row in numbers["gradients"]}
+    assert {"turn 1", "turns 3-4", "hard (< 1/3)", "easy (> 2/3)"} <= scopes
+    p1, p7 = numbers["predictions"]
+    assert (p1["name"], p1["verdict"]) == ("P1", "supported")
+    assert max(p1["statistic"].values()) < 1e-4
+    assert p7["name"] == "P7"
+    assert p7["interval"][0] <= p7["statistic"]["variance drop"] <= p7["interval"][1]
+    assert numbers["agreement"]["mean_difference"] < 1e-3
+    assert re.fullmatch("[0-9a-f]{64}", numbers["files"][0]["statistics_hash"])
+
+
+def test_the_page_stands_alone(report: tuple[str, str, dict[str, Any]]) -> None:
+    _, page, _ = report
+    assert page.count("<svg") >= 4
+    assert not re.search(r"<script|<link|<img|<iframe|\son\w+=", page)
+    loaded = [url for url in re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page) if not url.startswith("#")]
+    assert loaded == []
+    assert "url(http" not in page
+
+
+def test_the_same_run_writes_the_same_numbers(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        assert fastadv("replay", MILES, "--out", tmp_path / name).returncode == 0
+    assert (tmp_path / "1" / "report.json").read_text() == (tmp_path / "2" / "report.json").read_text()
+    assert (tmp_path / "1" / "report.html").read_text() == (tmp_path / "2" / "report.html").read_text()
+
+
+def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
+    import random
+
+    attack = "<script>alert(1)</script> [red]not markup[/red] \x1b[31mansi {{ 7 * 7 }}"
+    entries = [{**sample(random.Random(i), i // 2, i), "prompt": attack} for i in range(8)]
+    name = "<b>dump.pt"
+    run = fastadv("replay", write_dump(tmp_path / name, entries), "--out", tmp_path / "out")
+    assert run.returncode == 0, run.stderr
+    assert "\x1b" not in run.stdout
+    assert "[red]not markup[/red]" in run.stdout
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "{{ 7 * 7 }}" in page
+    assert "<b>dump" not in page
+    assert "\x1b" not in page
+
+
+def test_a_verl_log_gets_a_census_and_a_reason(tmp_path: Path) -> None:
+    lines = [{"input": f"q{i // 4}", "output": "x", "gts": "y", "score": float(i % 2), "step": 1} for i in range(8)]
+    log = write_verl(tmp_path / "1.jsonl", lines)
+    run = fastadv("replay", log, "--out", tmp_path / "out", "--policy", EXAMPLE / "policy")
+    assert run.returncode == 0, run.stderr
+    assert "arms and gradients refused: verl's rollout log carries text and scores only" in run.stdout
+    assert "Outcome census" in run.stdout
+    assert "Gradients" not in run.stdout
+
+
+def test_options_reach_the_computation(tmp_path: Path) -> None:
+    entries = samples(6, 4)
+    for entry in entries:
+        if entry["status"] == "truncated":
+            entry["reward"] = -1.0
+    dump, policy = write_dump(tmp_path / "dump.pt", entries), write_policy(tmp_path / "policy")
+
+    def numbers(*options: Any) -> dict[str, Any]:
+        run = fastadv(
+            "replay", dump, "--policy", policy, "--out", tmp_path / "out", "--overwrite", "--p1-prompts", 1,
+            "--no-buckets", *options,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        return json.loads((tmp_path / "out" / "report.json").read_text())
+
+    plain = numbers()
+    assert any("was set to 0 (--cap-reward logged" in note for note in plain["files"][0]["notes"])
+    assert {row["scope"] for row in plain["gradients"]} == {"all"}
+    by_arm = {row["name"]: row for row in plain["arms"]}
+    logged = {row["name"]: row for row in numbers("--cap-reward", "logged")["arms"]}
+    assert logged["a"]["baseline"] < by_arm["a"]["baseline"]
+    mean = {row["name"]: row for row in numbers("--baseline", "mean")["arms"]}
+    assert mean["a"]["second_moment"] < by_arm["a"]["second_moment"]
+    assert mean["e"]["second_moment"] == by_arm["e"]["second_moment"]
+    kappa = {row["name"]: row for row in numbers("--kappa", 50)["arms"]}
+    assert kappa["e"]["second_moment"] != by_arm["e"]["second_moment"]
+    assert numbers("--solved-above", 2)["census"]["SOLVED"] == 0
+    double = numbers("--dtype", "float64", "--temperature", 1.3, "--loss", "ppo", "--seed", 4)
+    assert double["options"]["loss"] == "ppo"
+    assert double["gradients"][1]["cosine"] != plain["gradients"][1]["cosine"]
+
+
+def test_mistakes_are_messages(tmp_path: Path) -> None:
+    dump, out = write_dump(tmp_path / "dump.pt", samples(2, 2)), tmp_path / "out"
+    torch.save({"model": torch.zeros(2)}, tmp_path / "weights.pt")
+    fails("replay", tmp_path / "absent.pt", "--out", out, message="absent.pt does not exist")
+    fails("replay", tmp_path / "weights.pt", "--out", out, message="is no rollout dump: it holds model")
+    fails("replay", dump, "--out", dump, message="is a file; name a folder")
+    fails("replay", dump, "--out", out, "--policy", tmp_path, message="is no policy: it has no config.json")
+    fails("replay", dump, "--out", out, "--temperature", 0, message="--temperature is 0.0; it must be positive")
+    fails("replay", dump, "--out", out, "--kappa", -1, message="kappa")
+    fails("replay", dump, message="--out")
+    fails("replay", MILES, "--out", out, "--policy", EXAMPLE / "policy", message="they come from another tokenizer")
+    fails("convert", dump, dump, message="exists already")
+    assert not out.exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.html").write_text("mine")
+    fails("replay", MILES, "--out", out, message="holds report.html already; --overwrite replaces them")
+    assert (out / "report.html").read_text() == "mine"
+    assert not (out / "report.json").exists()
+    (out / "notes.txt").write_text("kept")
+    assert fastadv("replay", MILES, "--out", out, "--overwrite").returncode == 0
+    assert (out / "notes.txt").read_text() == "kept"
+    assert "fastadv replay" in (out / "report.html").read_text()
+
+
+def test_convert_and_replay_give_the_same(tmp_path: Path) -> None:
+    converted = tmp_path / "rollouts.safetensors"
+    assert fastadv("convert", MILES, converted).returncode == 0
+    for dump, name in ((MILES, "1"), (converted, "2")):
+        assert fastadv("replay", dump, "--out", tmp_path / name).returncode == 0
+    first, second = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("1", "2"))
+    assert first["arms"] == second["arms"]
+    assert first["files"][0]["statistics_hash"] == second["files"][0]["statistics_hash"]
+
+
+def test_help_says_what_a_newcomer_needs() -> None:
+    help_text = fastadv("replay", "--help").stdout
+    for words in ("Miles", "verl", "--policy", "--trust-dump", "turn-reached", "Example: fastadv replay"):
+        assert words in help_text
+    assert "replay" in fastadv("--help").stdout
+    assert "cpu" in fastadv("backends").stdout
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_several_dumps(tmp_path: Path, folder: bool) -> None:
+    (tmp_path / "dumps").mkdir()
+    paths = [write_dump(tmp_path / "dumps" / f"{i}.pt", samples(3, 4, seed=i)) for i in range(3)]
+    given = [tmp_path / "dumps"] if folder else paths
+    run = fastadv("replay", *given, "--out", tmp_path / "out")
+    assert run.returncode == 0, run.stderr
+    numbers = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [file["name"] for file in numbers["files"]] == ["0.pt", "1.pt", "2.pt"]
+    assert sum(numbers["census"].values()) == 36
+    assert len(numbers["prompts"]) == 9
