@@ -7,7 +7,7 @@ from fastadv.coins import keep
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import LossConfig
-from fastadv.ops.group_advantages import group_advantages
+from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
@@ -49,6 +49,7 @@ __all__ = [
     "question_one_arms",
     "segment_tokens",
     "segments",
+    "singleton_rows",
     "token_counts",
     "turn_advantages",
     "turn_ids_from_mask",

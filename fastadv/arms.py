@@ -11,13 +11,14 @@ from torch import Tensor
 from fastadv import validation
 from fastadv.batch import Batch
 from fastadv.coins import keep
-from fastadv.ops.group_advantages import BASELINES, POPULATIONS, SINGLETONS, group_advantages
+from fastadv.ops.group_advantages import BASELINES, POPULATIONS, group_advantages
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.outcomes import Outcome
 from fastadv.segment_table import SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
 
 ARM_BASELINES = (*BASELINES, "turn-reached")
+ARM_SINGLETONS = ("zero", "raw")
 
 
 class ArmResult(NamedTuple):
@@ -38,7 +39,7 @@ class Arm:
         fraction: share of these that is excluded, by one coin per rollout id.
         baseline: "none", "mean", "loo" or "turn-reached".
         population: who votes in the mean: "all" rollouts, or the "survivors" that are not excluded.
-        singleton: what a group with one voter gets: "zero", "raw" or "drop".
+        singleton: what a group with one voter gets: "zero" or "raw". (To drop it is to edit the mask, and no arm does.)
         kappa: shrinkage of the turn-reached baseline.
         seed: of the coins.
         description: one line for reports.
@@ -58,7 +59,7 @@ class Arm:
         op = f"Arm {self.name!r}"
         validation.choice(op, "baseline", self.baseline, ARM_BASELINES)
         validation.choice(op, "population", self.population, POPULATIONS)
-        validation.choice(op, "singleton", self.singleton, SINGLETONS)
+        validation.choice(op, "singleton", self.singleton, ARM_SINGLETONS)
         validation.non_negative(op, "kappa", self.kappa)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"{op}: fraction is {self.fraction}; it must be in [0, 1]")

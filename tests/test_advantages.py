@@ -35,9 +35,19 @@ def test_baselines(backend: str) -> None:
 @ON
 def test_singletons(backend: str) -> None:
     for rule, alone in (("zero", [0.0, 0.0]), ("raw", [3.0, 2.0]), ("drop", [0.0, 0.0])):
-        advantages, keep = fa.group_advantages(REWARDS, GROUPS, singleton=rule, return_keep=True, backend=backend)
-        close(advantages[3:], alone)
-        assert keep.tolist() == [True] * 3 + [rule != "drop"] * 2
+        close(fa.group_advantages(REWARDS, GROUPS, singleton=rule, backend=backend)[3:], alone)
+
+
+def test_dropped_singletons_leave_the_denominators() -> None:
+    assert fa.singleton_rows(GROUPS).tolist() == [False, False, False, True, True]
+    include = torch.tensor([True, False, False, True, True])
+    assert fa.singleton_rows(GROUPS, population="survivors", include=include).tolist() == [True] * 5
+    votes = torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0])
+    assert fa.singleton_rows(GROUPS, votes=votes).tolist() == [False, False, False, False, True]
+    with pytest.raises(ValueError, match="include is not given"):
+        fa.singleton_rows(GROUPS, population="survivors")
+    mask = torch.ones(5, 4) * ~fa.singleton_rows(GROUPS)[:, None]
+    assert float(fa.denominators(mask).sequences) == 3
 
 
 @ON

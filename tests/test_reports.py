@@ -77,11 +77,11 @@ def test_b04_the_rule_for_a_group_of_one_is_said_and_kept(backend: str) -> None:
     assert grpo[3] == given["scores"][3]  # the score itself
     zero = fa.group_advantages(numbers(given["scores"]), given["uid"], baseline="loo", backend=backend)
     assert zero[3] == 0
-    advantages, keep = fa.group_advantages(
-        numbers(given["scores"]), given["uid"], baseline="loo", singleton="drop", return_keep=True, backend=backend
+    drop = fa.group_advantages(
+        numbers(given["scores"]), given["uid"], baseline="loo", singleton="drop", backend=backend
     )
-    assert advantages[3] == 0
-    assert keep.tolist() == [True, True, True, False]
+    assert drop[3] == 0
+    assert fa.singleton_rows(given["uid"]).tolist() == [False, False, False, True]
 
 
 @ON

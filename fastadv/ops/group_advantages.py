@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class Prepared(NamedTuple):
     backend: str
     dtype: torch.dtype  # of the advantages
     inputs: AdvantageInputs
-    keep: Tensor  # [B] bool: rows that the singleton rule does not drop
 
 
 def prepare(
@@ -60,21 +59,9 @@ def prepare(
     name = dispatch.resolve(op, backend, rewards)
 
     if statistics is None:
-        if population == "survivors" and include is None:
-            raise ValueError(
-                f"{op}: population is 'survivors' but include is not given; pass include [B], True where a row survives"
-            )
-        own_votes = torch.ones_like(values) if votes is None else float64_rows(op, "votes", votes, rows, device)
-        if (
-            votes is not None
-            and validation.reads_values(own_votes)
-            and bool(((own_votes < 0) | ~own_votes.isfinite()).any())
-        ):
-            raise ValueError(f"{op}: votes has a negative or non-finite value; they are weights in the group's mean")
-        if population == "survivors" and include is not None:
-            own_votes = torch.where(include, own_votes, 0.0)
-        validation.finite_voters(op, values, own_votes)
-        mean = spread = group_moments(values, own_votes, groups, name)
+        voting = own_votes(op, groups, device, population, include, votes)
+        validation.finite_voters(op, values, voting)
+        mean = spread = group_moments(values, voting, groups, name)
         left_out = values
     else:
         if votes is not None:
@@ -93,12 +80,32 @@ def prepare(
             raise ValueError(f"{op}: group_ids differ from those that the statistics were frozen with")
         frozen = statistics.population(population, op)
         include = _frozen_include(op, population, include, statistics)
-        mean, spread, left_out, own_votes = frozen.moments, statistics.all.moments, statistics.rewards, frozen.votes
+        mean, spread, left_out, voting = frozen.moments, statistics.all.moments, statistics.rewards, frozen.votes
 
-    single = (mean.voters == 1)[groups.index]
-    keep = ~single if rule.singleton == "drop" else torch.ones_like(single)
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
-    return Prepared(name, dtype, AdvantageInputs(values, left_out, own_votes, include, groups, mean, spread), keep)
+    return Prepared(name, dtype, AdvantageInputs(values, left_out, voting, include, groups, mean, spread))
+
+
+def own_votes(
+    op: str,
+    groups: GroupIndex,
+    device: torch.device,
+    population: str,
+    include: Tensor | None,
+    votes: Tensor | None,
+) -> Tensor:
+    """Votes of each row, `[B]` float64."""
+    if population == "survivors" and include is None:
+        raise ValueError(
+            f"{op}: population is 'survivors' but include is not given; pass include [B], True where a row survives"
+        )
+    if votes is None:
+        result = torch.ones(groups.num_rows, dtype=torch.float64, device=device)
+    else:
+        result = float64_rows(op, "votes", votes, groups.num_rows, device)
+        if validation.reads_values(result) and bool(((result < 0) | ~result.isfinite()).any()):
+            raise ValueError(f"{op}: votes has a negative or non-finite value; they are weights in the group's mean")
+    return torch.where(include, result, 0.0) if population == "survivors" and include is not None else result
 
 
 def _frozen_include(op: str, population: str, include: Tensor | None, statistics: FrozenStatistics) -> Tensor | None:
@@ -153,7 +160,6 @@ def _launch(tensors: list[Tensor], include: Tensor | None, rule: list[float]) ->
     return advantages
 
 
-@overload
 def group_advantages(
     rewards: Tensor,
     group_ids: Labels | GroupIndex,
@@ -168,48 +174,8 @@ def group_advantages(
     eps: float = 1e-6,
     eps_form: str = "add",
     statistics: FrozenStatistics | None = None,
-    return_keep: Literal[False] = False,
     backend: str = "auto",
-) -> Tensor: ...
-
-
-@overload
-def group_advantages(
-    rewards: Tensor,
-    group_ids: Labels | GroupIndex,
-    *,
-    baseline: str = "mean",
-    population: str = "all",
-    include: Tensor | None = None,
-    votes: Tensor | None = None,
-    singleton: str = "zero",
-    scale: str = "none",
-    ddof: float = 1,
-    eps: float = 1e-6,
-    eps_form: str = "add",
-    statistics: FrozenStatistics | None = None,
-    return_keep: Literal[True],
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
-
-
-def group_advantages(
-    rewards: Tensor,
-    group_ids: Labels | GroupIndex,
-    *,
-    baseline: str = "mean",
-    population: str = "all",
-    include: Tensor | None = None,
-    votes: Tensor | None = None,
-    singleton: str = "zero",
-    scale: str = "none",
-    ddof: float = 1,
-    eps: float = 1e-6,
-    eps_form: str = "add",
-    statistics: FrozenStatistics | None = None,
-    return_keep: bool = False,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Advantage of each rollout: its reward minus its group's baseline, perhaps divided by the group's standard
     deviation.
 
@@ -224,9 +190,9 @@ def group_advantages(
         include: `[B]` bool. Rows without it are excluded: their advantage is exactly 0.
         votes: `[B]`, weights of the rows in mean and standard deviation (lengths for OPO; a count of steps for
             verl-agent). A row with 0 votes does not vote.
-        singleton: what a group with exactly one voter gets: "zero" (advantage 0), "raw" (the reward itself), "drop" (0,
-            and out of
-            the denominator too: see `return_keep`). A group without a voter gets 0.
+        singleton: what a group with exactly one voter gets: "zero" (advantage 0), "raw" (the reward itself), or "drop":
+            0, and out of the denominators too, once the mask of the rows that `singleton_rows` names is 0. A group
+            without a voter gets 0.
         scale: "none", or "std" of the voters.
         ddof: delta degrees of freedom of the standard deviation.
         eps: used by `eps_form`: "add" divides by std + eps, "floor" by sqrt(max(variance, eps)) + eps, "positive" by
@@ -234,7 +200,6 @@ def group_advantages(
         eps_form: see `eps`.
         statistics: frozen statistics of the unmasked batch: standard deviation and counts come from the whole batch,
             and `population` picks the mean.
-        return_keep: also return `[B]` bool, False for rows that "drop" takes out; pass the mask times this to the loss.
         backend: "auto", "reference" or "cpu".
 
     Returns:
@@ -254,4 +219,30 @@ def group_advantages(
         advantages = reference.group_advantages(prepared.inputs, rule).to(prepared.dtype)
     else:
         advantages = _launch(*launch_arguments(prepared.inputs, rule))
-    return (advantages, prepared.keep) if return_keep else advantages
+    return advantages
+
+
+def singleton_rows(
+    group_ids: Labels | GroupIndex,
+    *,
+    population: str = "all",
+    include: Tensor | None = None,
+    votes: Tensor | None = None,
+) -> Tensor:
+    """Rollouts whose group has exactly one voter: what `singleton="drop"` leaves out of the denominators.
+
+    Args:
+        group_ids, population, include, votes: as in `group_advantages`.
+
+    Returns:
+        `[B]` bool. Set the mask of these rows to 0 before counting denominators.
+
+    Raises:
+        ValueError: "survivors" without include.
+    """
+    op = "singleton_rows"
+    validation.choice(op, "population", population, POPULATIONS)
+    groups = group_index(group_ids, op=op)
+    voters = own_votes(op, groups, groups.index.device, population, include, votes) != 0
+    counts = torch.zeros_like(groups.offsets[1:]).index_add(0, groups.index, voters.to(torch.int64))
+    return (counts == 1)[groups.index]

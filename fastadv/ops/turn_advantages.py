@@ -144,8 +144,7 @@ def turn_advantages(
         kappa: pseudo-count that shrinks a thin bucket to the target.
         shrink_to: target of the shrinkage: "loo", or "mean", the group's mean with the row in it, which scales the
             gradient of each turn by another factor below 1 (kept for comparison).
-        population, include, singleton, scale, ddof, eps, eps_form: as in `group_advantages`, which also returns the
-            rows that `singleton="drop"` takes out of the denominators: they are the same.
+        population, include, singleton, scale, ddof, eps, eps_form: as in `group_advantages`.
         statistics: frozen statistics of the unmasked batch, frozen with `turn_ids` and this kappa.
         output: "tokens" for a tensor like `turn_ids`, "segments" for a SegmentTable, which losses look up in the
             kernel.
