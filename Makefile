@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all replay bench lint format clean
+.PHONY: test test-all replay bench profile lint format clean
 
 # All checks that land a change: style, types, tests.
 test: lint
@@ -17,6 +17,14 @@ test-all: lint
 replay: .venv/installed
 	$(BIN)/fastadv replay examples/frozen_lake/rollouts.pt --policy examples/frozen_lake/policy --out out/replay --overwrite
 
+# Ratios to peers and floors, in interleaved runs: writes bench/results/, fails if a bar is missed. Needs a quiet machine.
+bench: .venv/peers
+	$(BIN)/python -m bench.ratios
+
+# Absolute times of the ops on this machine.
+profile: .venv/installed
+	$(BIN)/pytest bench --benchmark-columns=min,median,max,rounds --benchmark-sort=name
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -29,6 +37,11 @@ format: .venv/installed
 .venv/installed: pyproject.toml setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/peers: .venv/installed bench/peers.txt
+	$(BIN)/pip install --quiet --no-deps verl==0.9.1
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement bench/peers.txt
 	touch $@
 
 clean:

@@ -28,14 +28,19 @@ class Timing:
     rounds: int
 
 
+WARM = 0.04  # seconds of runs in a turn that are not counted
+
+
 def interleave(
-    implementations: dict[str, Callable[[], object]], *, rounds: int = 15, warmup: int = 2
+    implementations: dict[str, Callable[[], object]], *, rounds: int = 8, counted: int = 3
 ) -> dict[str, Timing]:
-    """Times implementations in turns, another one first in each round, so that a machine that drifts drifts for all."""
+    """Times implementations in turns, another one first in each round, so that a machine that drifts drifts for all.
+
+    A turn runs its implementation until it is in its own steady state, at least once and for WARM seconds, and then
+    counts `counted` runs. The first runs pay for what the one before left behind: a cache full of dirty temporaries,
+    OpenMP workers that spin for milliseconds.
+    """
     names = list(implementations)
-    for name in names:
-        for _ in range(warmup):
-            implementations[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
@@ -43,12 +48,24 @@ def interleave(
         for round_ in range(rounds):
             for i in range(len(names)):
                 name = names[(i + round_) % len(names)]
-                start = time.perf_counter()
+                until = time.perf_counter() + WARM
                 implementations[name]()
-                seconds[name].append(time.perf_counter() - start)
+                while time.perf_counter() < until:
+                    implementations[name]()
+                seconds[name] += [_timed(implementations[name]) for _ in range(counted)]
     finally:
         gc.enable()
     return {name: _timing(values) for name, values in seconds.items()}
+
+
+def after_torch_operation(implementation: Callable[[], object], *, rounds: int = 31) -> Timing:
+    """Times an implementation right after a parallel torch operation, whose worker threads still spin."""
+    small = torch.ones(1_000_000)
+    seconds = []
+    for _ in range(rounds):
+        small.add_(1)
+        seconds.append(_timed(implementation))
+    return _timing(seconds)
 
 
 def _timing(values: list[float]) -> Timing:
@@ -162,7 +179,8 @@ def write(name: str, title: str, lines: list[Line], details: dict[str, object]) 
             f"| {line.what} | {line.ours * 1e3:.2f} | {line.other * 1e3:.2f} | {line.ratio:.2f}x | {bar} | {mark} |"
         )
     facts_text = ", ".join(f"{key} {value}" for key, value in facts.items())
-    text = "\n".join([f"# {title}", "", *table, "", f"{facts_text}. Medians of interleaved rounds.", ""])
+    states = "Medians of interleaved rounds; each in its own steady state where nothing else is said."
+    text = "\n".join([f"# {title}", "", *table, "", f"{facts_text}. {states}", ""])
     (RESULTS / f"{name}.md").write_text(text)
     document = {"title": title, "machine": facts, "lines": [asdict(line) for line in lines], "details": details}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -2,6 +2,10 @@
 // is built once an instruction set, as fastadv._cpu_baseline, _cpu_avx2 and _cpu_avx512; fastadv/native.py picks one.
 #include <pybind11/pybind11.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "cpu/kernels.h"
 
 namespace py = pybind11;
@@ -158,6 +162,14 @@ int py_policy_loss(const py::tuple& rows, const py::object& log_probs, const py:
   return s.faults;
 }
 
+// Asks for large pages under an array that is about to be written: faults for 4 KiB pages would cost more than the kernel.
+void advise_large_pages(uintptr_t address, int64_t bytes) {
+#if defined(__linux__)
+  const uintptr_t page = 4096, first = (address + page - 1) & ~(page - 1), last = (address + bytes) & ~(page - 1);
+  if (first < last) madvise(pointer<void>(first), last - first, MADV_HUGEPAGE);  // advice: nothing depends on its success
+#endif
+}
+
 // The best of the builds that this processor runs.
 const char* best_instruction_set() {
 #if defined(__x86_64__)
@@ -174,6 +186,7 @@ const char* best_instruction_set() {
 PYBIND11_MODULE(FASTADV_MODULE, m) {
   m.doc() = "fastadv's CPU kernels; use the ops of fastadv, which check what they pass here";
   m.def("best_instruction_set", &best_instruction_set);
+  m.def("advise_large_pages", &advise_large_pages);
   m.def("turn_ids", &py_turn_ids);
   m.def("turn_counts", &py_turn_counts);
   m.def("segment_tokens", &py_segment_tokens);

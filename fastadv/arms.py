@@ -26,7 +26,11 @@ class ArmResult(NamedTuple):
 
     advantages: SegmentTable  # constant on each (rollout, turn); 0 for excluded rollouts
     weights: Tensor  # [B] float32: 0 for excluded rollouts, else 1; multiplies numerators, never denominators
-    excluded: Tensor  # [B] bool
+
+    @property
+    def excluded(self) -> Tensor:
+        """Rollouts that the arm takes out of the loss, `[B]` bool."""
+        return self.weights == 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Arm:
             )
             index = batch.segments
             table = SegmentTable(torch.repeat_interleave(per_rollout, index.turns(), output_size=index.count), index)
-        return ArmResult(table, (~excluded).to(torch.float32), excluded)
+        return ArmResult(table, (~excluded).to(torch.float32))
 
 
 CAPPED = (Outcome.BUDGET,)

@@ -24,6 +24,7 @@ DTYPES = {
 }
 # Work below this many tokens is done by the calling thread: starting another costs more.
 TOKENS_FOR_THREADS = 65_536
+BYTES_FOR_LARGE_PAGES = 2**22
 
 View = tuple[int, int, int, int]
 
@@ -50,6 +51,14 @@ def module() -> ModuleType:
 def threads(tokens: int) -> int:
     """Threads for this much work: torch's number, or one where the work is small."""
     return torch.get_num_threads() if tokens >= TOKENS_FOR_THREADS else 1
+
+
+def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for an output that a kernel will write whole."""
+    t = torch.empty(shape, dtype=dtype)
+    if t.nbytes >= BYTES_FOR_LARGE_PAGES:
+        module().advise_large_pages(t.data_ptr(), t.nbytes)
+    return t
 
 
 def view(t: Tensor | None) -> View | None:

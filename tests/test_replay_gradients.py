@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,13 @@ def test_the_comparison_by_hand(exact: Policy, batch: fa.Batch) -> None:
     cap = cells.cap / batch.num_rollouts
     projection = sum(float(differences[h] @ cap[1 - h] / cap[1 - h].norm()) for h in (0, 1))
     assert row.cap_projection == pytest.approx(projection / float(a.norm()))
-    slope = sum(float(differences[h] @ cap[1 - h]) for h in (0, 1)) / float(2 * cap[0] @ cap[1])
-    assert row.cap_slope == pytest.approx(slope)
+    common = float(2 * cap[0] @ cap[1])
+    slope = sum(float(differences[h] @ cap[1 - h]) for h in (0, 1)) / common if common > 0 else math.nan
+    assert row.cap_slope == pytest.approx(slope, nan_ok=True)
+    opposite = GradientCells(question_one_arms(), exact.size)
+    opposite.by_turn += cells.by_turn
+    opposite.cap[0], opposite.cap[1] = cells.cap[0], -cells.cap[0]
+    assert all(math.isnan(r.cap_slope) for r in compare(opposite))
     assert rows["all", "a"].cosine == pytest.approx(1.0)
     assert rows["all", "a"].difference == 0
     alone = []

@@ -43,7 +43,7 @@ def test_a_dump_that_miles_wrote() -> None:
     census = rollouts.census()
     assert [census.counts[o] for o in Outcome] == [9, 8, 3, 4]
     assert rollouts.groups.num_groups == 6
-    assert rollouts.labels == [f"synthetic task {i}" for i in range(6)]
+    assert rollouts.labels == [f"task-{i}: synthetic task {i}" for i in range(6)]
     batch = rollouts.batch
     assert batch.num_tokens == 1217
     assert batch.lengths[:4].tolist() == [106, 37, 89, 26]

@@ -110,6 +110,20 @@ FASTADV_INLINE LaneMask load_mask(const uint8_t* p) {
   return c;
 }
 
+// Whether sixteen integers are all equal to `value`.
+FASTADV_INLINE bool all_equal(const int32_t* p, int32_t value) {
+  using SignBytes = int8_t __attribute__((vector_size(detail::kWidth)));
+  SignBytes equal[detail::kRegisters];
+  for (int k = 0; k < detail::kRegisters; ++k) {
+    detail::IntVector v;
+    std::memcpy(&v, p + k * detail::kWidth, sizeof(v));
+    equal[k] = __builtin_convertvector((v == value), SignBytes);
+  }
+  uint64_t words[2];
+  std::memcpy(words, equal, sizeof(words));
+  return (words[0] & words[1]) == ~uint64_t{0};
+}
+
 // e^x for |x| <= 80: x = n ln 2 + r with ln 2 in two parts, a polynomial of degree 7 in r (coefficients of Cephes' expf),
 // then n into the exponent. Relative error below 2e-7. NaN stays NaN.
 FASTADV_INLINE Lanes exp_bounded(const Lanes& x) {

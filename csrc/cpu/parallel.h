@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <system_error>
 #include <thread>
@@ -12,23 +13,22 @@
 namespace fastadv {
 
 // Calls body(block) for every block in [0, blocks). `body` must not throw.
+//
+// A thread takes the next block when it is done with one. Torch's own workers spin for milliseconds after its last
+// operation, so a thread of ours may get half a core or less: the others then do its share.
 template <class Body>
 void parallel_blocks(int64_t blocks, int threads, const Body& body) {
-  const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, blocks));
-  const auto run = [&](int64_t worker) {
-    const int64_t last = blocks * (worker + 1) / workers;
-    for (int64_t block = blocks * worker / workers; block < last; ++block) body(block);
+  std::atomic<int64_t> next{0};
+  const auto run = [&] {
+    for (int64_t block; (block = next.fetch_add(1, std::memory_order_relaxed)) < blocks;) body(block);
   };
   std::vector<std::thread> others;
-  int64_t started = 1;
   try {
-    others.reserve(workers - 1);
-    for (; started < workers; ++started) others.emplace_back(run, started);
+    for (int64_t worker = 1; worker < std::min<int64_t>(threads, blocks); ++worker) others.emplace_back(run);
   } catch (const std::system_error&) {
-    // The system gives no more threads: the caller does the rest of the work below.
+    // The system gives no more threads: those that there are do the work.
   }
-  for (int64_t worker = started; worker < workers; ++worker) run(worker);
-  run(0);
+  run();
   for (std::thread& other : others) other.join();
 }
 

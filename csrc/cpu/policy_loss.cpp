@@ -6,6 +6,7 @@
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 #include "cpu/parallel.h"
+#include "cpu/segment_lookup.h"
 
 namespace fastadv {
 namespace {
@@ -93,33 +94,6 @@ void run_tile(const Tile& tile, int64_t n, const LossParameters& p, TileSums& su
   if (tile.token_losses) std::copy(token_losses, token_losses + rest, tile.token_losses + i);
 }
 
-// Advantages of a tile by table lookup. Turns are runs, so sixteen equal ids are the usual case.
-const float* look_up(const float* table, int64_t turns, const int32_t* ids, const uint8_t* mask, int64_t n, float* buffer,
-                     int& faults) {
-  const auto at = [&](int32_t id) { return id < 0 ? 0.0f : table[id]; };
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    int32_t differences = 0, largest = ids[i];
-    for (int j = 0; j < kLanes; ++j) differences |= ids[i + j] ^ ids[i];
-    if (differences == 0 && largest < turns) {
-      const float advantage = at(largest);
-      for (int j = 0; j < kLanes; ++j) buffer[i + j] = advantage;
-      continue;
-    }
-    for (int j = 0; j < kLanes; ++j) {
-      const bool inside = ids[i + j] < turns;
-      if (!inside && mask[i + j]) faults |= kTurnOutOfRange;
-      buffer[i + j] = inside ? at(ids[i + j]) : 0.0f;
-    }
-  }
-  for (; i < n; ++i) {
-    const bool inside = ids[i] < turns;
-    if (!inside && mask[i]) faults |= kTurnOutOfRange;
-    buffer[i] = inside ? at(ids[i]) : 0.0f;
-  }
-  return buffer;
-}
-
 struct Buffers {
   alignas(64) float log_probs[kTile], old_log_probs[kTile], advantages[kTile], weights[kTile], is_weights[kTile], gradient[kTile];
   alignas(64) int32_t ids[kTile];
@@ -170,8 +144,9 @@ void run_piece(const PolicyLossInputs& in, const LossParameters& p, const TokenV
     } else {
       const int64_t first = in.segment_offsets[row];
       const int32_t* ids = load_ids(rows, in.turn_ids, token, n, buffers.ids);
-      tile.advantages = look_up(in.advantages + first, in.segment_offsets[row + 1] - first, ids, tile.mask, n,
-                                buffers.advantages, block.faults);
+      look_up_segments(in.advantages + first, in.segment_offsets[row + 1] - first, ids, tile.mask, n, buffers.advantages,
+                       block.faults);
+      tile.advantages = buffers.advantages;
     }
     if (tile.weights || tile.is_weights) {
       run_tile<kLoss, true>(tile, n, p, sums);

@@ -1,6 +1,7 @@
 // Segments: the (rollout, turn) pairs of a batch. How many turns each row has, and values of a segment table at tokens.
 #include "cpu/kernels.h"
 #include "cpu/row_ranges.h"
+#include "cpu/segment_lookup.h"
 
 namespace fastadv {
 
@@ -29,23 +30,21 @@ int segment_tokens(const Rows& rows, const float* table, const int64_t* offsets,
   parallel_blocks(block_count(rows), threads, [&](int64_t block) {
     int32_t id_buffer[kTile];
     uint8_t mask_buffer[kTile];
-    bool fractional = false, outside = false;
+    bool fractional = false;
+    int mine = 0;
     for_rows_in_block(rows, block, [&](int64_t row, int64_t from, int64_t to) {
-      const float* values = table + offsets[row];
-      const int32_t turns = int32_t(std::min<int64_t>(INT32_MAX, offsets[row + 1] - offsets[row]));
       for (int64_t token = from; token < to; token += kTile) {
         const int64_t n = std::min(kTile, to - token);
         const int32_t* ids = load_ids(rows, turn_ids, token, n, id_buffer);
         const uint8_t* bytes = nullptr;
         if (mask.present()) bytes = load_mask_bytes(rows, mask, token, n, mask_buffer, fractional);
-        for (int64_t i = 0; i < n; ++i) {
-          const bool on = ids[i] >= 0 && (!bytes || bytes[i]);
-          outside |= on && ids[i] >= turns;
-          tokens[token + i] = on && ids[i] < turns ? values[ids[i]] : 0.0f;
-        }
+        float* out = tokens + token;
+        look_up_segments(table + offsets[row], offsets[row + 1] - offsets[row], ids, bytes, n, out, mine);
+        if (!bytes) continue;
+        for (int64_t i = 0; i < n; ++i) out[i] = bytes[i] ? out[i] : 0.0f;
       }
     });
-    const int mine = (fractional ? kFractionalMask : 0) | (outside ? kTurnOutOfRange : 0);
+    if (fractional) mine |= kFractionalMask;
     if (mine) faults.fetch_or(mine, std::memory_order_relaxed);
   });
   return faults.load();

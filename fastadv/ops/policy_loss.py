@@ -134,8 +134,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _launch(
     log_probs: Tensor, inputs: list[Tensor | None], formula: list[float], with_gradient: bool, per_token: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradient = torch.empty(log_probs.shape, dtype=log_probs.dtype) if with_gradient else log_probs.new_empty(0)
-    value = torch.empty(log_probs.shape if per_token else (), dtype=torch.float32)
+    gradient = native.empty(log_probs.shape if with_gradient else (0,), log_probs.dtype)
+    value = native.empty(log_probs.shape if per_token else (), torch.float32)
     sums = torch.empty(len(SUMS), dtype=torch.float64)
     kind, loss, *parameters = formula
     launch_into(

@@ -16,12 +16,11 @@ def _fake(values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor 
     return values.new_empty(turn_ids.shape)
 
 
-@native_op("segment_tokens", _fake)
-def _launch(
-    values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None
-) -> Tensor:
+def launch_into(
+    values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None, tokens: Tensor
+) -> None:
+    """Runs the CPU kernel into a given buffer: `tokens`, float32, contiguous, like turn_ids."""
     rows = Rows.trusted(turn_ids, cu_seqlens)
-    tokens = torch.empty(turn_ids.shape, dtype=torch.float32)
     faults = native.module().segment_tokens(
         native.rows(rows),
         values.data_ptr(),
@@ -32,6 +31,14 @@ def _launch(
         native.threads(rows.tokens),
     )
     validation.native_faults("segment_tokens", faults)
+
+
+@native_op("segment_tokens", _fake)
+def _launch(
+    values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    tokens = native.empty(turn_ids.shape, torch.float32)
+    launch_into(values, offsets, turn_ids, cu_seqlens, mask, tokens)
     return tokens
 
 

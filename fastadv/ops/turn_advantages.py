@@ -47,7 +47,7 @@ def _launch(
     kappa: float,
     shrink_to_mean: bool,
 ) -> Tensor:
-    values = torch.empty(segments, dtype=torch.float32)
+    values = native.empty((segments,), torch.float32)
     native.module().turn_advantages(
         *kernel_arguments(tensors, include, rule),
         tuple(t.data_ptr() for t in table),
@@ -163,9 +163,10 @@ def turn_advantages(
     validation.choice(op, "output", output, OUTPUTS)
     validation.non_negative(op, "kappa", kappa)
     rule = AdvantageRule("loo", singleton, scale, ddof, eps, eps_form)
-    prepared = prepare(op, backend, rewards, group_ids, rule, population, include, None, statistics)
     index = segments(turn_ids, cu_seqlens)
+    prepared = prepare(op, backend, rewards, group_ids, rule, population, include, None, statistics)
     inputs = prepared.inputs
+    validation.tensor(op, "turn_ids", index.turn_ids, device=rewards.device)
     if index.num_rows != inputs.groups.num_rows:
         raise ValueError(f"{op}: turn_ids has {index.num_rows} rollouts, rewards has {inputs.groups.num_rows}")
     if statistics is None:

@@ -24,7 +24,7 @@ def _fake_turn_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 @native_op("turn_ids_from_mask", _fake_turn_ids)
 def _launch_turn_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     rows = Rows.trusted(mask, cu_seqlens)
-    turn_ids = torch.empty(mask.shape, dtype=torch.int32)
+    turn_ids = native.empty(mask.shape, torch.int32)
     faults = native.module().turn_ids(
         native.rows(rows), native.view(mask), turn_ids.data_ptr(), native.threads(rows.tokens)
     )

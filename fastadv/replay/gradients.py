@@ -215,7 +215,7 @@ def _by_cell(cells: Partition) -> Tensor:
 def _reordered(result: ArmResult, order: Tensor, segments: Tensor, batch: Batch) -> ArmResult:
     """An arm's result for the batch with its rollouts, and so its segments, in another order."""
     table = SegmentTable(result.advantages.values[segments], batch.segments)
-    return ArmResult(table, result.weights[order], result.excluded[order])
+    return ArmResult(table, result.weights[order])
 
 
 def _same(a: ArmResult, b: ArmResult) -> bool:
@@ -241,7 +241,7 @@ class GradientRow:
     difference: float  # norm of the difference, relative to the reference's norm
     cap_projection: float  # of the difference on the unit cap direction, relative to the reference's norm
     cap_cosine: float  # of the difference with the cap direction
-    cap_slope: float  # difference ~ slope * grad P(cap): the implied subsidy b, in units of reward
+    cap_slope: float  # difference ~ slope * grad P(cap): the implied subsidy b; NaN if the halves share no direction
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -278,7 +278,8 @@ def _row(arm: str, scope: str, halves: Tensor, reference_halves: Tensor, referen
     difference = halves - reference_halves  # [2, P]
     crossed = [(difference[half], cap[1 - half]) for half in (0, 1)]
     projection = sum(quotient(float(d @ c), float(c.norm())) for d, c in crossed)
-    slope = quotient(sum(float(d @ c) for d, c in crossed), 2 * float(cap[0] @ cap[1]))
+    common = 2 * float(cap[0] @ cap[1])  # estimates |grad P(cap)|^2 / 2: not positive if noise is all there is
+    slope = quotient(sum(float(d @ c) for d, c in crossed), common) if common > 0 else float("nan")
     return GradientRow(
         arm=arm,
         scope=scope,

@@ -104,14 +104,17 @@ def _census(result: ReplayResult) -> Table:
 
 
 def _prompts(result: ReplayResult) -> Table:
-    mixed = sorted(result.prompts, key=lambda p: (-min(p.counts[0], sum(p.counts[1:])), p.label))[:PROMPTS_SHOWN]
-    rows = [[plain(p.label), *(str(c) for c in p.counts), number(p.mean_reward)] for p in mixed]
+    numbered = sorted(enumerate(result.prompts, 1), key=lambda p: (-min(p[1].counts[0], sum(p[1].counts[1:])), p[0]))
+    rows = [
+        [str(i), plain(p.label), *(str(c) for c in p.counts), number(p.mean_reward)]
+        for i, p in numbered[:PROMPTS_SHOWN]
+    ]
     spread = sum(0 < p.counts[0] < sum(p.counts) for p in result.prompts)
     caption = (
         f"{len(result.prompts):,} prompts, {spread:,} of them with solved and unsolved rollouts. The {len(rows)} most "
     )
     caption += "mixed ones:"
-    return Table("Prompts", caption, ["prompt", "solved", "failed", "budget", "infra", "mean reward"], rows)
+    return Table("Prompts", caption, ["#", "prompt", "solved", "failed", "budget", "infra", "mean reward"], rows)
 
 
 def _arms(result: ReplayResult) -> Table:
@@ -174,7 +177,7 @@ def _gradients(result: ReplayResult, scopes: list[str], title: str) -> Table:
     caption = (
         "Against arm (a): cosine, ratio of norms, norm of the difference. The difference is projected on grad P(cap) "
         "as the other half of each group estimates it (relative to |g_a|), with its cosine, and as a slope: the "
-        "subsidy b that it amounts to."
+        "subsidy b that it amounts to (none if the two halves share no direction)."
     )
     if scopes == ["all"] and result.noise_floor is not None:
         caption += f" Noise floor: (a) from one half of each group alone has cosine {result.noise_floor:.3f} with (a) "

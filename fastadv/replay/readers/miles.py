@@ -152,7 +152,7 @@ class _Columns:
         group = sample.get("group_index", int, optional=True)
         group = sample.where if group is None else group
         index = sample.get("index", int, optional=True)
-        self.labels.setdefault(group, label_text(sample.fields.get("prompt", "")))
+        self.labels.setdefault(group, label_text(sample.fields.get("prompt", ""), metadata.get("instance_id")))
         self.lengths.append(response)
         self.total_lengths.append(tokens.shape[0])
         self.masks.append(np.ones(response, bool) if mask is None else mask != 0)

@@ -62,11 +62,11 @@ def outcome_of(reward: float, *, cut_off: bool, infra: bool, solved_above: float
     return Outcome.BUDGET if cut_off else Outcome.FAILED
 
 
-def label_text(prompt: object, width: int = 80) -> str:
-    """A prompt in one line: its text, or the last message of a chat."""
+def label_text(prompt: object, name: object = None, width: int = 80) -> str:
+    """A prompt in one line: the task's name if it has one, and its text, or the last message of a chat."""
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content", "")
-    text = " ".join(str(prompt).split())
+    text = " ".join(f"{name}: {prompt}".split() if name is not None else str(prompt).split())
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

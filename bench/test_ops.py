@@ -1,0 +1,80 @@
+"""Profiles of the ops by pytest-benchmark: absolute times of this machine, for comparing commits on it.
+
+make profile                      # a table
+pytest bench --benchmark-autosave # keep it, compare later with --benchmark-compare
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastadv as fa
+from bench.ratios import BYTES, TOKENS, forward_backward, rollouts
+
+CONFIG = fa.LossConfig(dual_clip=3.0)
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, Any]:
+    torch.set_num_threads(2)
+    made = rollouts()
+    made["turn_ids"] = fa.turn_ids_from_mask(made["mask"])
+    made["segments"], made["index"] = fa.segments(made["turn_ids"]), fa.group_index(made["groups"])
+    made["table"] = fa.turn_advantages(made["rewards"], made["index"], made["segments"], output="segments")
+    made["tokens"] = made["mask"].sum()
+    return made
+
+
+def profile(benchmark: Any, run: Any, bytes_per_token: float) -> None:
+    benchmark.pedantic(run, rounds=20, warmup_rounds=3)
+    benchmark.extra_info["GB/s"] = round(bytes_per_token * TOKENS / benchmark.stats["median"] / 1e9, 2)
+
+
+@pytest.mark.parametrize("mode", fa.losses.AGGREGATIONS)
+@pytest.mark.parametrize("loss", fa.losses.LOSSES)
+def test_policy_loss(benchmark: Any, batch: dict[str, Any], loss: str, mode: str) -> None:
+    config = fa.LossConfig(loss, loss_agg_mode=mode, horizon=4096.0)
+    step = fa.denominators(batch["mask"])
+
+    def value(*given: Any) -> torch.Tensor:
+        return fa.policy_loss(*given, config=config, denominator=step).loss
+
+    profile(benchmark, forward_backward(value, batch), BYTES["policy loss"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_policy_loss_in_low_precision(benchmark: Any, batch: dict[str, Any], dtype: torch.dtype) -> None:
+    low = {k: batch[k].to(dtype) for k in ("log_probs", "old_log_probs", "advantages")} | {"mask": batch["mask"]}
+
+    def value(*given: Any) -> torch.Tensor:
+        return fa.policy_loss(*given, config=CONFIG, denominator=batch["tokens"]).loss
+
+    profile(benchmark, forward_backward(value, low), 2 + 2 + 2 + 1 + 2)
+
+
+def test_policy_loss_with_segment_advantages(benchmark: Any, batch: dict[str, Any]) -> None:
+    def value(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> torch.Tensor:
+        step = batch["tokens"]
+        return fa.policy_loss(log_probs, old_log_probs, batch["table"], mask, config=CONFIG, denominator=step).loss
+
+    profile(benchmark, forward_backward(value, batch), BYTES["policy loss"])
+
+
+def test_turn_ids_from_mask(benchmark: Any, batch: dict[str, Any]) -> None:
+    profile(benchmark, lambda: fa.turn_ids_from_mask(batch["mask"]), 1 + 4)
+
+
+def test_segments(benchmark: Any, batch: dict[str, Any]) -> None:
+    profile(benchmark, lambda: fa.segments(batch["turn_ids"]), 4)
+
+
+def test_turn_advantages_to_tokens(benchmark: Any, batch: dict[str, Any]) -> None:
+    given = (batch["rewards"], batch["index"], batch["segments"])
+    profile(benchmark, lambda: fa.turn_advantages(*given), BYTES["turn advantages"])
+
+
+def test_denominators(benchmark: Any, batch: dict[str, Any]) -> None:
+    profile(benchmark, lambda: fa.denominators(batch["mask"]), 1)
