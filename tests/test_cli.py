@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from rollout_files import sample, samples, write_dump, write_policy, write_verl
 
+from fastadv import cli
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen_lake"
 MILES = Path(__file__).parent / "data" / "miles_dump_example.pt"
 
 
-def fastadv(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from fastadv.cli import main; main()", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+class Run(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def fastadv(*arguments: Any) -> Run:
+    """The command in this process: what it prints and its exit status."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", ["fastadv", *map(str, arguments)])
+        patch.setenv("COLUMNS", "200")
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+    return Run(code, stdout.getvalue(), stderr.getvalue())
 
 
 def fails(*arguments: Any, message: str) -> None:
@@ -189,6 +206,15 @@ def test_convert_and_replay_give_the_same(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("1", "2"))
     assert first["arms"] == second["arms"]
     assert first["files"][0]["statistics_hash"] == second["files"][0]["statistics_hash"]
+
+
+def test_a_mistake_in_a_process_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fastadv", "replay", str(tmp_path / "absent.pt"), "--out", str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: ")
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
 
 
 def test_help_says_what_a_newcomer_needs() -> None:

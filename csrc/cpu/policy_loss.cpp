@@ -70,10 +70,17 @@ FASTADV_INLINE void sixteen_tokens(const Tile& t, int64_t i, const LossParameter
 }
 
 template <Loss kLoss, bool kWeighted>
-void run_tile(const Tile& tile, int64_t n, const LossParameters& p, TileSums& sums) {
+void run_tile(const Tile& given, int64_t n, const LossParameters& parameters, TileSums& total) {
+  // Copies: what the loop stores could otherwise alias what it reads, and each step would read it again.
+  const Tile tile = given;
+  const LossParameters p = parameters;
+  TileSums sums = total;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) sixteen_tokens<kLoss, kWeighted>(tile, i, p, sums);
-  if (i == n) return;
+  if (i == n) {
+    total = sums;
+    return;
+  }
 
   // The rest goes through the same code, padded by tokens outside the mask.
   const int64_t rest = n - i;
@@ -90,6 +97,7 @@ void run_tile(const Tile& tile, int64_t n, const LossParameters& p, TileSums& su
                   tile.gradient ? gradient : nullptr, tile.token_losses ? token_losses : nullptr,
                   tile.row_advantage,         tile.row_scale};
   sixteen_tokens<kLoss, kWeighted>(last, 0, p, sums);
+  total = sums;
   if (tile.gradient) std::copy(gradient, gradient + rest, tile.gradient + i);
   if (tile.token_losses) std::copy(token_losses, token_losses + rest, tile.token_losses + i);
 }
