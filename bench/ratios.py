@@ -5,7 +5,6 @@ python -m bench.ratios [policy-loss] [advantages] [scaling] [replay]
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -263,7 +262,7 @@ def scaling() -> bool:
         for small, large in ((sizes[0], size) for size in sizes[1:]):
             a, b = t[f"{what} {small}"].p50 / small, t[f"{what} {large}"].p50 / large
             lines.append(_per_unit(f"{what}: {large:,} tokens / {small:,}, per token", b, a, bar))
-    for small, large in itertools.pairwise(counts):
+    for small, large in ((counts[0], count) for count in counts[1:]):
         a, b = t[f"groups {small}"].p50 / segments[small], t[f"groups {large}"].p50 / segments[large]
         lines.append(_per_unit(f"{large:,} groups / {small:,}, per segment", b, a, 1.5))
     details["timings"] = {name: vars(timing) for name, timing in t.items()}

@@ -46,13 +46,18 @@ class checks:  # noqa: N801 - called like a function, usable as a context manage
         _mode = self._before
 
 
+def on_host(*tensors: Tensor | None) -> bool:
+    """Whether the values of these tensors are at hand: plain CPU tensors, and no graph is being traced."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
+
+
 def reads_values(*tensors: Tensor | None) -> bool:
     """Whether the values of these tensors may be read now."""
     if _mode == "off" or torch.compiler.is_compiling():
         return False
-    if _mode == "on":
-        return True
-    return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
+    return _mode == "on" or on_host(*tensors)
 
 
 def choice(op: str, name: str, value: Any, valid: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastadv import native
+from fastadv import native, validation
 from fastadv.groups import GroupIndex
 from fastadv.ops._register import native_op
 from fastadv.reference import moments as reference
@@ -37,12 +37,12 @@ def _fake_turn(
     votes: Tensor,
     order: Tensor,
     offsets: Tensor,
-    index: Tensor,
     turns: Tensor,
-    segments: int,
     minimum: Tensor,
+    table: Tensor,
+    size: int,
 ) -> list[Tensor]:
-    return [torch.empty_like(offsets), rewards.new_empty(segments), rewards.new_empty(segments)]
+    return [rewards.new_empty(size), rewards.new_empty(size)]
 
 
 @native_op("turn_moments", _fake_turn)
@@ -51,32 +51,26 @@ def _launch_turn(
     votes: Tensor,
     order: Tensor,
     offsets: Tensor,
-    index: Tensor,
     turns: Tensor,
-    segments: int,
     minimum: Tensor,
+    table: Tensor,
+    size: int,
 ) -> list[Tensor]:
     groups = offsets.shape[0] - 1
-    table = torch.zeros_like(offsets)
-    longest = torch.zeros(groups, dtype=torch.int64).scatter_reduce(0, index, turns, "amax")
-    torch.cumsum(longest, 0, out=table[1:])
-    if groups and int(table[-1]) > segments:
-        raise ValueError(
-            f"turn_moments: the groups have {int(table[-1])} turns, the batch {segments} segments; "
-            "build both from one batch"
-        )
-    # No group has more turns than segments, so this size needs no look at the table; the slots behind its end stay 0.
-    count, total = torch.zeros(segments, dtype=torch.float64), torch.zeros(segments, dtype=torch.float64)
+    used = int(table[-1])
+    if used > size:
+        raise ValueError(f"turn_moments: groups have {used} turns, the table {size} slots; build both from one batch")
+    out = [torch.zeros(size, dtype=torch.float64) for _ in range(2)]
     native.module().turn_moments(
         (groups, rewards.shape[0], order.data_ptr(), offsets.data_ptr()),
         rewards.data_ptr(),
         votes.data_ptr(),
         turns.data_ptr(),
         minimum.data_ptr(),
-        (table.data_ptr(), count.data_ptr(), total.data_ptr()),
-        native.threads(segments),
+        (table.data_ptr(), out[0].data_ptr(), out[1].data_ptr()),
+        native.threads(size),
     )
-    return [table, count, total]
+    return out
 
 
 def group_moments(rewards: Tensor, votes: Tensor, groups: GroupIndex, backend: str) -> GroupMoments:
@@ -91,8 +85,10 @@ def turn_moments(
 ) -> TurnMoments:
     """Moments of each group's turns."""
     turns = index.turns()
+    table = reference.turn_offsets(groups, turns)
+    # On a GPU, and in a graph, the host does not know the table's end; no group has more turns than there are segments.
+    size = int(table[-1]) if validation.on_host(table) else index.count
     if backend == "reference":
-        return reference.turn_moments(rewards, votes, groups, turns, index.offsets, index.count, minimum)
-    return TurnMoments(
-        *_launch_turn(rewards, votes, groups.order, groups.offsets, groups.index, turns, index.count, minimum)
-    )
+        return reference.turn_moments(rewards, votes, groups, index.offsets, index.count, minimum, table, size)
+    launched = _launch_turn(rewards, votes, groups.order, groups.offsets, turns, minimum, table, size)
+    return TurnMoments(table, *launched)

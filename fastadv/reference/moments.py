@@ -49,24 +49,28 @@ def group_moments(rewards: Tensor, votes: Tensor, groups: GroupIndex) -> GroupMo
     return GroupMoments(minimum, weight, reward_sum, total((shifted - mean[index]).square()), voters)
 
 
+def turn_offsets(groups: GroupIndex, turn_counts: Tensor) -> Tensor:
+    """Where each group's turns lie in a TurnMoments table, `[G + 1]`: a group has as many as its longest row."""
+    turns = torch.zeros_like(groups.offsets[1:]).scatter_reduce(0, groups.index, turn_counts, "amax")  # [G]
+    return torch.cat([turns.new_zeros(1), turns.cumsum(0)])
+
+
 def turn_moments(
     rewards: Tensor,
     votes: Tensor,
     groups: GroupIndex,
-    turn_counts: Tensor,
     segment_offsets: Tensor,
     segments: int,
     minimum: Tensor,
+    offsets: Tensor,
+    size: int,
 ) -> TurnMoments:
-    """Moments by turn. `turn_counts [B]` turns of each row, `segment_offsets [B + 1]` their running sum, `segments` its
-    end."""
-    turns = torch.zeros_like(groups.offsets[1:]).scatter_reduce(0, groups.index, turn_counts, "amax")  # [G]
-    offsets = torch.cat([turns.new_zeros(1), turns.cumsum(0)])
-    row = torch.repeat_interleave(
-        torch.arange(groups.num_rows, device=rewards.device), turn_counts, output_size=segments
-    )  # [S]
-    turn = torch.arange(segments, device=rewards.device) - segment_offsets[row]
+    """Moments by turn, in a table of `size` slots that begins as `offsets` says. `segment_offsets [B + 1]` is the
+    running sum of the rows' turns, `segments` its end."""
+    counts = segment_offsets.diff()
+    row = torch.repeat_interleave(torch.arange(groups.num_rows, device=rewards.device), counts, output_size=segments)
+    turn = torch.arange(segments, device=rewards.device) - segment_offsets[row]  # [S]
     slot = offsets[groups.index[row]] + turn  # [S]: the (group, turn) that a segment belongs to
     shifted = torch.where(votes != 0, votes * (rewards - minimum[groups.index]), 0.0)  # [B]
-    zeros = torch.zeros(segments, dtype=torch.float64, device=rewards.device)  # no group has more turns than segments
+    zeros = torch.zeros(size, dtype=torch.float64, device=rewards.device)
     return TurnMoments(offsets, zeros.index_add(0, slot, votes[row]), zeros.index_add(0, slot, shifted[row]))
