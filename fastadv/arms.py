@@ -137,6 +137,12 @@ def question_one_arms(*, baseline: str = "loo", kappa: float = 2.0, seed: int = 
             it).
         kappa: of the turn-reached arm.
         seed: of the coins of arm (d).
+
+    Returns:
+        Arms "a", "b", "c", "d0.3", "d0.6", "d1" and "e", in this order.
+
+    Raises:
+        ValueError: an unknown baseline, or a negative kappa.
     """
     partial = [
         Arm(
