@@ -19,8 +19,7 @@ class LossConfig:
             log_prob (Williams 1992).
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476, eq. 5).
         dual_clip: bound c > 1: the loss of a token with negative advantage is at most -c * advantage (arXiv 1912.09729,
-            eq. 5);
-            None: no bound. verl calls it clip_ratio_c, Miles eps_clip_c.
+            eq. 5); None: no bound. verl calls it clip_ratio_c, Miles eps_clip_c.
         log_ratio_bound: |log_prob - old_log_prob| is cut here before exp, and no gradient flows beyond it (verl: 20).
         loss_agg_mode: how token losses become one number, by verl's names:
             "token-mean": sum / tokens; "token-sum": sum; "seq-mean-token-sum": sum / sequences;

@@ -27,10 +27,8 @@ class LossOutput(NamedTuple):
 
     `loss` is 0-d (reduction "loss") or shaped like the log-probs ("none"), float32 (float64 for float64 log-probs).
     `metrics` are 0-d tensors on the same device, without gradient; fractions and means are over the tokens with a
-    non-zero mask and
-    weight: "clip_fraction", "dual_clip_fraction", "saturated_fraction", "approx_kl" (mean of old_log_prob - log_prob)
-        and
-    "tokens", how many these are. To combine micro-batches, average weighted by "tokens".
+    non-zero mask and weight: "clip_fraction", "dual_clip_fraction", "saturated_fraction", "approx_kl" (mean of
+    old_log_prob - log_prob) and "tokens", how many these are. To combine micro-batches, average weighted by "tokens".
     """
 
     loss: Tensor
@@ -206,7 +204,7 @@ def policy_loss(
         old_log_probs: the same under the policy that the ratio is to, no gradient. None: allowed for "reinforce".
         advantages: per token (like log_probs), per rollout (`[B]`), or a SegmentTable, which is looked up in the
             kernel: no per-token advantage exists. A packed batch of as many tokens as rollouts reads `[N]` as per
-                token.
+            token.
         mask: like log_probs, bool, integer or whole-valued float: non-zero tokens count, in numerators and
             denominators.
         config: a LossConfig, or the name of a preset: "ppo" or "reinforce".

@@ -102,8 +102,7 @@ def segments(turn_ids: Tensor | Segments, cu_seqlens: Tensor | None = None, *, b
 
     Returns:
         The index object that the other ops take in place of `turn_ids`. On a GPU this waits for the device to learn the
-        number
-        of segments: build it once per batch, outside of `torch.compile`.
+        number of segments: build it once per batch, outside of `torch.compile`.
 
     Raises:
         TypeError, ValueError: turn ids below -1 or not integers, `cu_seqlens` that does not fit.

@@ -74,11 +74,10 @@ TERMS = {"ppo": ppo_terms, "reinforce": reinforce_terms}
 def policy_loss(
     inputs: TokenInputs, rows: Rows, config: LossConfig, scale: Tensor | float, row_tokens: Tensor | None
 ) -> LossSums:
-    """Weighted token losses and their sum times `scale`; with `row_tokens [B]` each row is divided by its number of
-    tokens.
+    """Weighted token losses and their sum times `scale`; with `row_tokens [B]` each row is divided by its tokens.
 
     What lies at a token outside the mask, or with weight 0, is replaced before any arithmetic: selection, not
-        multiplication.
+    multiplication.
     """
     on = inputs.mask != 0  # [N] or [B, T]
     weight = on.to(inputs.log_probs.dtype)
