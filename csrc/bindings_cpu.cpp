@@ -127,39 +127,68 @@ void py_turn_advantages(const py::tuple& inputs, const py::tuple& rule, const py
   turn_advantages(in, r, t, pointer<const int64_t>(offsets), kappa, shrink_to_mean, pointer<float>(segments), threads);
 }
 
-// Returns the faults; sums[6] gets loss, clipped, bounded, saturated, sum of -log_ratio, tokens.
-int py_policy_loss(const py::tuple& rows, const py::object& log_probs, const py::object& old_log_probs, const py::object& mask,
-                   int advantage_kind, const py::object& advantages, const py::object& turn_ids, uintptr_t segment_offsets,
-                   const py::object& token_weights, const py::object& is_weights, uintptr_t row_weights, uintptr_t row_tokens,
-                   double scale, int loss, const py::tuple& parameters, const py::object& gradient, uintptr_t token_losses, uintptr_t sums,
-                   int threads) {
+int py_sequence_log_ratios(const py::tuple& rows, const py::object& log_probs, const py::object& old_log_probs, const py::object& mask,
+                           bool skip_missing, const py::tuple& out, int threads) {
+  const Rows r = rows_of(rows);
+  const TokenView a = token_view(log_probs), b = token_view(old_log_probs), m = token_view(mask);
+  const SequenceLogRatios o{pointer<double>(out[0].cast<uintptr_t>()), pointer<double>(out[1].cast<uintptr_t>()),
+                            pointer<int64_t>(out[2].cast<uintptr_t>()), pointer<int64_t>(out[3].cast<uintptr_t>())};
+  const py::gil_scoped_release release;
+  return sequence_log_ratios(r, a, b, m, skip_missing, o, threads);
+}
+
+// The numbers of fastadv.ops.policy_loss.Formula, in its order.
+PolicyLossRule policy_loss_rule(const py::tuple& f) {
+  const auto number = [&](int i) { return f[i].cast<float>(); };
+  const auto whole = [&](int i) { return int(f[i].cast<double>()); };
+  PolicyLossRule rule;
+  rule.loss = Loss(whole(0));
+  rule.parameters = {number(1), number(2), number(3), number(4), number(5), number(6), number(7)};
+  rule.correction = {Correction(whole(8)), number(9), number(10), number(11), number(12), number(13)};
+  rule.kl = {Kl(whole(14)), KlGradient(whole(15)), number(16)};
+  rule.entropy_coef = number(17);
+  rule.shared_gradient = whole(18) != 0;
+  return rule;
+}
+
+// The tensors of fastadv.ops.policy_loss.Inputs, in its order.
+PolicyLossInputs policy_loss_inputs(const py::tuple& rows, const py::tuple& t, int advantage_kind) {
   PolicyLossInputs in;
   in.rows = rows_of(rows);
-  in.log_probs = token_view(log_probs);
-  in.old_log_probs = token_view(old_log_probs);
-  in.mask = token_view(mask);
-  in.token_weights = token_view(token_weights);
-  in.is_weights = token_view(is_weights);
-  in.turn_ids = token_view(turn_ids);
   in.advantage_kind = AdvantageKind(advantage_kind);
-  const TokenView a = token_view(advantages);
+  in.log_probs = token_view(t[0]);
+  in.old_log_probs = token_view(t[1]);
+  in.mask = token_view(t[2]);
+  const TokenView a = token_view(t[3]);
   if (in.advantage_kind == AdvantageKind::kToken) {
     in.token_advantages = a;
   } else {
     in.advantages = reinterpret_cast<const float*>(a.data);
   }
-  in.segment_offsets = pointer<const int64_t>(segment_offsets);
-  in.row_weights = pointer<const double>(row_weights);
-  in.row_tokens = pointer<const int64_t>(row_tokens);
+  in.turn_ids = token_view(t[4]);
+  in.token_weights = token_view(t[5]);
+  in.is_weights = token_view(t[6]);
+  in.rollout_log_probs = token_view(t[7]);
+  in.ref_log_probs = token_view(t[8]);
+  in.entropy = token_view(t[9]);
+  in.segment_offsets = pointer<const int64_t>(t[10].cast<uintptr_t>());
+  in.row_weights = pointer<const double>(t[11].cast<uintptr_t>());
+  in.row_tokens = pointer<const int64_t>(t[12].cast<uintptr_t>());
+  in.row_log_ratios = pointer<const float>(t[13].cast<uintptr_t>());
+  in.row_is_weights = pointer<const float>(t[14].cast<uintptr_t>());
+  return in;
+}
+
+// Returns the faults; sums gets what fastadv.ops.policy_loss.SUMS names, in its order.
+int py_policy_loss(const py::tuple& rows, const py::tuple& tensors, int advantage_kind, double scale, const py::tuple& formula,
+                   const py::object& gradient, const py::object& entropy_gradient, uintptr_t token_losses, uintptr_t sums, int threads) {
+  PolicyLossInputs in = policy_loss_inputs(rows, tensors, advantage_kind);
   in.scale = scale;
-  const LossParameters p{parameters[0].cast<float>(), parameters[1].cast<float>(), parameters[2].cast<float>(), parameters[3].cast<float>()};
-  const TokenView g = token_view(gradient);
-  double* out = pointer<double>(sums);
+  const PolicyLossRule rule = policy_loss_rule(formula);
+  const PolicyLossOutputs out{token_view(gradient), token_view(entropy_gradient), pointer<float>(token_losses)};
+  double* values = pointer<double>(sums);
   const py::gil_scoped_release release;
-  const PolicyLossSums s = policy_loss(in, Loss(loss), p, g, pointer<float>(token_losses), threads);
-  const double values[] = {s.loss, s.clipped, s.bounded, s.saturated, s.negative_log_ratio, s.tokens};
-  std::copy(std::begin(values), std::end(values), out);
-  return s.faults;
+  return policy_loss(in, rule, out, values, threads);
 }
 
 // Asks for large pages under an array that is about to be written: faults for 4 KiB pages would cost more than the kernel.
@@ -195,7 +224,6 @@ PYBIND11_MODULE(FASTADV_MODULE, m) {
   m.def("turn_moments", &py_turn_moments);
   m.def("group_advantages", &py_group_advantages);
   m.def("turn_advantages", &py_turn_advantages);
+  m.def("sequence_log_ratios", &py_sequence_log_ratios);
   m.def("policy_loss", &py_policy_loss);
-  m.attr("FRACTIONAL_MASK") = int(kFractionalMask);
-  m.attr("TURN_OUT_OF_RANGE") = int(kTurnOutOfRange);
 }

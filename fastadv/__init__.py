@@ -6,14 +6,17 @@ from fastadv.batch import Batch, TokenIds, pad, unpad
 from fastadv.coins import keep
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.groups import GroupIndex, group_index
-from fastadv.losses import LossConfig
+from fastadv.losses import KL, Correction, LossConfig
+from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.segments import segment_tokens
+from fastadv.ops.sequence_log_ratios import sequence_log_ratios
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
 from fastadv.outcomes import Census, Outcome, census
+from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
 from fastadv.validation import checks
@@ -21,11 +24,13 @@ from fastadv.validation import checks
 __version__ = "0.1.0"
 
 __all__ = [
+    "KL",
     "Arm",
     "ArmResult",
     "BackendUnavailableError",
     "Batch",
     "Census",
+    "Correction",
     "Denominators",
     "FrozenStatistics",
     "GroupIndex",
@@ -34,10 +39,12 @@ __all__ = [
     "Outcome",
     "SegmentTable",
     "Segments",
+    "SequenceLogRatios",
     "TokenIds",
     "backends",
     "census",
     "checks",
+    "covariance_selection",
     "denominators",
     "freeze_statistics",
     "group_advantages",
@@ -49,6 +56,7 @@ __all__ = [
     "question_one_arms",
     "segment_tokens",
     "segments",
+    "sequence_log_ratios",
     "singleton_rows",
     "token_counts",
     "turn_advantages",

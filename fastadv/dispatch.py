@@ -30,21 +30,24 @@ def last_backend() -> str | None:
     return getattr(_last, "name", None)
 
 
-def resolve(op: str, backend: str, *tensors: Tensor | None) -> str:
+def resolve(op: str, backend: str, *tensors: Tensor | None, reference_only: str | None = None) -> str:
     """Name of the backend that runs `op` on these tensors (the floating ones decide the dtype).
 
     "auto" is `FASTADV_BACKEND` if that is set, else the fastest that can run. A backend that was asked for and cannot
-    run raises BackendUnavailableError; an unknown name raises ValueError.
+    run raises BackendUnavailableError; an unknown name raises ValueError. `reference_only` names a choice that no
+    native kernel has.
     """
     asked = backend
     if asked == "auto":
         asked = os.environ.get("FASTADV_BACKEND", "auto")
     if asked == "auto":
-        name = "reference" if _unsuited("cpu", tensors) or _missing_cpu(op) else "cpu"
+        name = "reference" if reference_only or _unsuited("cpu", tensors) or _missing_cpu(op) else "cpu"
     else:
         if asked not in NAMES:
             raise ValueError(f"{op}: backend is {asked!r}; it must be 'auto' or one of {', '.join(map(repr, NAMES))}")
         reason = _unsuited(asked, tensors) or _why_not(asked)
+        if reference_only and asked != "reference":
+            reason = f"it has no kernel for {reference_only}; use backend='reference'"
         if reason:
             raise BackendUnavailableError(f"{op}: backend {asked!r} cannot run: {reason}")
         name = asked

@@ -81,6 +81,12 @@ class Rows:
         zeros = per_token.new_zeros(self.count)
         return zeros.index_add(0, self.row_of_token(), per_token)
 
+    def minimum(self, per_token: Tensor) -> Tensor:
+        """Smallest of each row's floating values and 0, `[B]`."""
+        if self.cu_seqlens is None:
+            return torch.cat([per_token, per_token.new_zeros(self.count, 1)], dim=1).amin(-1)
+        return per_token.new_zeros(self.count).scatter_reduce(0, self.row_of_token(), per_token, "amin")
+
 
 def _check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int) -> None:
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from op_cases import BACKENDS, CASES, GARBAGE, NATIVE, Case, Inputs, Outputs, Shape, away_from_edges, float64
+from loss_cases import REFERENCE_CASES
+from op_cases import BACKENDS, CASES, GARBAGE, NATIVE, Case, Inputs, Outputs, Shape, float64
 from torch import Tensor
 
 import fastadv as fa
 from fastadv import native
 
-EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-ON = pytest.mark.parametrize("backend", BACKENDS)
+# Every op on every backend; losses without a kernel keep the same contracts on the reference.
+PAIRS = [(case, backend) for case in CASES for backend in BACKENDS] + [(case, "reference") for case in REFERENCE_CASES]
+
+
+def pairs(chosen: Callable[[Case], Any] = lambda case: True) -> pytest.MarkDecorator:
+    """Parametrises over cases and backends."""
+    mine = [(case, backend) for case, backend in PAIRS if chosen(case)]
+    return pytest.mark.parametrize(("case", "backend"), mine, ids=[f"{case.name}-{backend}" for case, backend in mine])
+
+
+EVERY = pairs()
+MASKABLE = pairs(lambda case: case.token_inputs)
+DIFFERENTIABLE = pairs(lambda case: case.gradient_of)
 ON_NATIVE = pytest.mark.parametrize("backend", NATIVE)
-MASKABLE = pytest.mark.parametrize("case", [c for c in CASES if c.token_inputs], ids=lambda case: case.name)
-DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.gradient_of], ids=lambda case: case.name)
 LAYOUTS = (Shape(), Shape(padded=True, seed=1), Shape(lengths=(1100, 2300, 17), seed=2))
 
 
@@ -27,6 +38,11 @@ def same_bits(a: Outputs, b: Outputs) -> None:
     for name in a:
         assert a[name].dtype == b[name].dtype, name
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=False, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Equal, a NaN to a NaN too: a missing log-prob is one."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def same(backend: str, a: Outputs, b: Outputs) -> None:
@@ -39,15 +55,17 @@ def same(backend: str, a: Outputs, b: Outputs) -> None:
     return None
 
 
-def close_to_oracle(case: Case, inputs: Inputs, outputs: Outputs, tolerance: float = 2e-6) -> None:
+def close_to_oracle(case: Case, inputs: Inputs, outputs: Outputs) -> None:
     """Relative to each value of the float64 reference, and to the terms of a sum."""
-    oracle = oracle_of(case, inputs)
+    oracle, tolerance = oracle_of(case, inputs), case.tolerance
     assert outputs.keys() == oracle.keys()
     for name, exact in oracle.items():
-        allowance = tolerance / 10 * (float(exact.abs().max()) if exact.numel() else 0.0)
+        allowance = tolerance / 10 * (float(exact.abs().max()) if exact.numel() else 0.0) + 1e-30
         if name == "loss" and case.magnitude is not None:
-            allowance = tolerance * case.magnitude(inputs)
-        if name == "approx_kl":  # a mean of both signs of numbers around 1
+            allowance = tolerance * case.magnitude(inputs) + 1e-30
+        if name == "policy_loss" and case.magnitude is not None:
+            allowance = 10 * tolerance * case.magnitude(inputs)
+        if name in ("approx_kl", "kl", "is_weight_mean"):  # means of both signs of numbers around 1
             allowance = tolerance
         torch.testing.assert_close(
             outputs[name].double(), exact.double(), rtol=tolerance, atol=allowance, msg=lambda m, n=name: f"{n}: {m}"
@@ -69,7 +87,6 @@ shapes = st.builds(
 
 
 @EVERY
-@ON
 @hypothesis.given(shape=shapes)
 def test_equals_the_float64_reference(case: Case, backend: str, shape: Shape) -> None:
     hypothesis.assume(shape.padded or len(shape.lengths) != sum(shape.lengths) or set(shape.lengths) <= {1})
@@ -81,7 +98,6 @@ def test_equals_the_float64_reference(case: Case, backend: str, shape: Shape) ->
 
 
 @EVERY
-@ON
 @pytest.mark.parametrize("shape", LAYOUTS[:2], ids=("packed", "padded"))
 def test_masked_values_never_enter_arithmetic(case: Case, backend: str, shape: Shape) -> None:
     inputs = case.make(shape.draw())
@@ -97,17 +113,18 @@ def test_masked_values_never_enter_arithmetic(case: Case, backend: str, shape: S
 
 
 @MASKABLE
-@ON
 def test_a_value_that_counts_stays_visible_if_it_is_nan(case: Case, backend: str) -> None:
     inputs = case.make(Shape(density=1.0).draw())
     for name in case.token_inputs:
+        if name == "rollout_log_probs" or "loss" not in case.run(backend, inputs):
+            continue  # a NaN there has a meaning: missing
         counts = inputs["mask"].clone()
         for weights in ("weights", "is_weights"):
             counts &= inputs[weights] != 0 if weights in case.token_inputs else True
         dirty = inputs[name].clone()
         dirty[counts.nonzero()[3].unbind()] = torch.nan
         run = case.run(backend, {**inputs, name: dirty})
-        only_reported = name == "old_log_probs" and "reinforce" in case.name
+        only_reported = name == "old_log_probs" and "reinforce" in case.name and "rollout" not in str(case.token_inputs)
         assert run["approx_kl" if only_reported else "loss"].isnan().any(), name
 
 
@@ -125,7 +142,6 @@ DEGENERATE = {
 
 
 @EVERY
-@ON
 @pytest.mark.parametrize("kind", DEGENERATE)
 def test_degenerate_batches_are_finite(case: Case, backend: str, kind: str) -> None:
     inputs = case.make(DEGENERATE[kind].draw())
@@ -141,7 +157,6 @@ def test_degenerate_batches_are_finite(case: Case, backend: str, kind: str) -> N
 
 
 @EVERY
-@ON
 @pytest.mark.parametrize("shape", LAYOUTS, ids=("packed", "padded", "long"))
 @pytest.mark.usefixtures("poisoned_memory")
 def test_outputs_are_written_and_inputs_are_not(case: Case, backend: str, shape: Shape) -> None:
@@ -150,7 +165,7 @@ def test_outputs_are_written_and_inputs_are_not(case: Case, backend: str, shape:
     outputs = case.run(backend, inputs)
     close_to_oracle(case, inputs, outputs)
     for name, value in before.items():
-        assert torch.equal(inputs[name], value), name
+        assert identical(inputs[name], value), name
 
 
 # ---- 4. any strides --------------------------------------------------------------------------------------------------
@@ -170,7 +185,6 @@ def layouts_of(t: Tensor) -> dict[str, Tensor]:
 
 
 @EVERY
-@ON
 @pytest.mark.parametrize("shape", LAYOUTS[:2], ids=("packed", "padded"))
 def test_strides_do_not_matter(case: Case, backend: str, shape: Shape) -> None:
     inputs = case.make(shape.draw())
@@ -179,23 +193,21 @@ def test_strides_do_not_matter(case: Case, backend: str, shape: Shape) -> None:
         if not isinstance(value, Tensor):
             continue
         for kind, laid_out in layouts_of(value).items():
-            assert torch.equal(laid_out, value), kind
+            assert identical(laid_out, value), kind
             same(backend, case.run(backend, {**inputs, name: laid_out}), plain)
 
 
 @MASKABLE
-@ON
 @pytest.mark.parametrize("shape", LAYOUTS[:2], ids=("packed", "padded"))
 def test_expanded_inputs(case: Case, backend: str, shape: Shape) -> None:
     inputs = case.make(shape.draw())
     for name in case.token_inputs:
-        one = torch.tensor(-0.5).expand(inputs[name].shape)
+        one = torch.tensor(0.5 if name == "is_weights" else -0.5).expand(inputs[name].shape)
         plain = case.run(backend, {**inputs, name: one.contiguous()})
         same(backend, case.run(backend, {**inputs, name: one}), plain)
 
 
 @DIFFERENTIABLE
-@ON
 def test_expanded_and_strided_upstream_gradients(case: Case, backend: str) -> None:
     inputs = case.make(Shape(padded=True).draw())
 
@@ -247,24 +259,22 @@ def float_inputs(case: Case) -> list[str]:
     return [name for name in floats if name != "values"]
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if float_inputs(c)], ids=lambda case: case.name)
-@ON
+@pairs(float_inputs)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_inputs(case: Case, backend: str, dtype: torch.dtype) -> None:
     inputs = case.make(LAYOUTS[2].draw())
     low = {**inputs, **{name: inputs[name].to(dtype) for name in float_inputs(case)}}
-    if "old_log_probs" in low:
-        config = fa.LossConfig(clip_high=0.28, dual_clip=3.0)
-        low["old_log_probs"] = away_from_edges(low["log_probs"], low["old_log_probs"], config)
+    if case.settle is not None:
+        low = case.settle(low)
     outputs = case.run(backend, low)
-    gradient = outputs.pop("gradient", None)
     for name, value in outputs.items():
-        assert value.dtype not in (torch.bfloat16, torch.float16), name
-    if gradient is not None:  # comes in the inputs' dtype: rounded once
-        exact = oracle_of(case, low)["gradient"]
-        assert gradient.dtype == dtype
-        assert_rounded_once(gradient, exact)
-        outputs["gradient"] = exact
+        if not name.startswith("gradient"):
+            assert value.dtype not in (torch.bfloat16, torch.float16), name
+            continue
+        exact = oracle_of(case, low)[name]  # gradients come in the inputs' dtype: rounded once
+        assert value.dtype == dtype
+        assert_rounded_once(value, exact)
+        outputs[name] = exact
     close_to_oracle(case, low, outputs)
 
 
@@ -279,7 +289,7 @@ def assert_rounded_once(low: Tensor, exact: Tensor) -> None:
 # ---- 7. the same bits for any thread count ---------------------------------------------------------------------------
 
 
-@EVERY
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @ON_NATIVE
 @pytest.mark.parametrize("padded", [False, True], ids=("packed", "padded"))
 def test_thread_count_does_not_change_a_bit(case: Case, backend: str, padded: bool, monkeypatch: Any) -> None:
@@ -295,7 +305,11 @@ def test_thread_count_does_not_change_a_bit(case: Case, backend: str, padded: bo
 # ---- 8. gradients ----------------------------------------------------------------------------------------------------
 
 
-@DIFFERENTIABLE
+@pytest.mark.parametrize(
+    "case",
+    [c for c in (*CASES, *REFERENCE_CASES) if c.gradient_of and not c.stops_gradient],
+    ids=lambda case: case.name,
+)
 def test_gradcheck_of_the_reference(case: Case) -> None:
     inputs = {k: float64(v) for k, v in case.make(Shape(lengths=(6, 0, 9)).draw()).items()}
 
@@ -306,7 +320,6 @@ def test_gradcheck_of_the_reference(case: Case) -> None:
 
 
 @DIFFERENTIABLE
-@ON
 def test_backward_twice_and_scaled(case: Case, backend: str) -> None:
     inputs = case.make(Shape().draw())
     leaf = inputs["log_probs"].clone().requires_grad_()
@@ -321,7 +334,6 @@ def test_backward_twice_and_scaled(case: Case, backend: str) -> None:
 
 
 @DIFFERENTIABLE
-@ON
 def test_the_loss_may_be_edited_in_place(case: Case, backend: str) -> None:
     inputs = case.make(Shape().draw())
     leaf = inputs["log_probs"].clone().requires_grad_()
@@ -333,7 +345,6 @@ def test_the_loss_may_be_edited_in_place(case: Case, backend: str) -> None:
 
 
 @EVERY
-@ON
 def test_without_grad_there_is_none(case: Case, backend: str) -> None:
     inputs = case.make(Shape().draw())
     with torch.no_grad():
@@ -347,7 +358,6 @@ def test_without_grad_there_is_none(case: Case, backend: str) -> None:
 
 
 @EVERY
-@ON
 def test_the_backend_that_was_asked_for_runs(case: Case, backend: str) -> None:
     case.run(backend, case.make(Shape().draw()))
     assert fa.last_backend() == backend

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from op_cases import BACKENDS, NATIVE, PPO, Shape, make_policy_loss
+from loss_cases import PPO, make_policy_loss
+from op_cases import BACKENDS, NATIVE, Shape
 from torch import Tensor
 
 import fastadv as fa

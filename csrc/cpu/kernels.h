@@ -6,6 +6,7 @@
 
 #include "cpu/token_view.h"
 #include "fastadv/baselines.h"
+#include "fastadv/corrections.h"
 #include "fastadv/policy_loss.h"
 
 namespace fastadv {
@@ -72,11 +73,24 @@ void group_advantages(const AdvantageInputs& in, const AdvantageRule& rule, floa
 void turn_advantages(const AdvantageInputs& in, const AdvantageRule& rule, const TurnTable& table, const int64_t* offsets,
                      double kappa, bool shrink_to_mean, float* segments, int threads);
 
+// ---- sequence_log_ratios.cpp: per row, over the tokens of the mask
+struct SequenceLogRatios {        // each [rows]
+  double* sum = nullptr;          // of log_prob - old_log_prob
+  double* minimum = nullptr;      // the smallest, 0 where none is negative
+  int64_t* tokens = nullptr;
+  int64_t* missing = nullptr;     // tokens whose old log-prob is NaN: left out of sum and minimum if `skip_missing`
+};
+int sequence_log_ratios(const Rows& rows, const TokenView& log_probs, const TokenView& old_log_probs, const TokenView& mask,
+                        bool skip_missing, const SequenceLogRatios& out, int threads);
+
 // ---- policy_loss.cpp
 enum class AdvantageKind : int { kToken = 0, kRow = 1, kSegment = 2 };
 struct PolicyLossInputs {
   Rows rows;
   TokenView log_probs, old_log_probs, mask, token_weights, is_weights, turn_ids;  // absent ones are null
+  TokenView rollout_log_probs, ref_log_probs, entropy;
+  const float* row_log_ratios = nullptr;   // [rows]: the rollouts' log-ratios, for sequence losses
+  const float* row_is_weights = nullptr;   // [rows] or null: importance weights of whole rollouts
   AdvantageKind advantage_kind = AdvantageKind::kToken;
   TokenView token_advantages;
   const float* advantages = nullptr;       // [rows] or the segment table
@@ -85,11 +99,25 @@ struct PolicyLossInputs {
   const int64_t* row_tokens = nullptr;     // [rows] or null: divide each row by its number of tokens
   double scale = 1.0;                      // everything else that the sum is multiplied by
 };
-struct PolicyLossSums {
-  double loss = 0.0, clipped = 0.0, bounded = 0.0, saturated = 0.0, negative_log_ratio = 0.0, tokens = 0.0;
-  int faults = 0;
+struct PolicyLossRule {
+  Loss loss = Loss::kPpo;
+  LossParameters parameters;
+  CorrectionParameters correction;
+  KlParameters kl;
+  float entropy_coef = 0.0f;
+  bool shared_gradient = false;  // tokens of a rollout share their policy gradients evenly (GSPO through the mean log-ratio)
 };
-PolicyLossSums policy_loss(const PolicyLossInputs& in, Loss loss, const LossParameters& parameters, const TokenView& gradient,
-                           float* token_losses, int threads);
+struct PolicyLossOutputs {
+  TokenView gradient, entropy_gradient;  // null: not wanted
+  float* token_losses = nullptr;         // null: not wanted
+};
+// What is summed over the batch; fastadv.ops.policy_loss.SUMS has the names in this order. Loss and policy are times the scale,
+// `policy` being the share without KL and entropy; the others are plain sums over tokens.
+enum PolicyLossSum : int {
+  kLossSum, kPolicySum, kClipped, kBounded, kSaturated, kNegativeLogRatio, kTokens, kKlSum, kEntropySum, kIsWeight, kRejected,
+  kCapped, kMissing, kPolicyLossSums
+};
+// Writes kPolicyLossSums numbers to `sums`; returns the faults.
+int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, int threads);
 
 }  // namespace fastadv

@@ -48,6 +48,7 @@ struct Lanes {
 FASTADV_LANES_BINARY(+)
 FASTADV_LANES_BINARY(-)
 FASTADV_LANES_BINARY(*)
+FASTADV_LANES_BINARY(/)
 #undef FASTADV_LANES_BINARY
 
 #define FASTADV_LANES_COMPARE(op)                                                             \
@@ -76,6 +77,12 @@ FASTADV_INLINE LaneMask operator&(const LaneMask& a, const LaneMask& b) {
 FASTADV_INLINE LaneMask operator|(const LaneMask& a, const LaneMask& b) {
   LaneMask c;
   for (int k = 0; k < detail::kRegisters; ++k) c.v[k] = a.v[k] | b.v[k];
+  return c;
+}
+
+FASTADV_INLINE LaneMask operator!(const LaneMask& a) {
+  LaneMask c;
+  for (int k = 0; k < detail::kRegisters; ++k) c.v[k] = ~a.v[k];
   return c;
 }
 

@@ -1,5 +1,6 @@
 // Token losses from log-probs: loss, gradient and metrics in one pass. Per token it reads 4 bytes each of log_probs,
-// old_log_probs and advantages (or turn_ids) and 1 of mask, and writes 4 of gradient: 17 bytes in float32.
+// old_log_probs and advantages (or turn_ids) and 1 of mask, and writes 4 of gradient: 17 bytes in float32. Each of the
+// optional inputs adds 4.
 #include <algorithm>
 #include <vector>
 
@@ -11,72 +12,106 @@
 namespace fastadv {
 namespace {
 
+// The optional per-token inputs, in the order of their buffers.
+enum Optional : int { kTokenWeights, kIsWeights, kRolloutLogProbs, kRefLogProbs, kEntropy, kOptional };
+
 // Contiguous float32 tiles of every per-token input of one piece of one row, and where its results go.
 struct Tile {
   const float* log_probs;
   const float* old_log_probs;
-  const float* advantages;  // null: `row_advantage` for the whole tile
-  const float* weights;     // null: 1
-  const float* is_weights;  // null: 1
+  const float* advantages;         // null: `row_advantage` for the whole tile
+  const float* extra[kOptional];   // null: absent
   const uint8_t* mask;
-  float* gradient;      // null: not wanted
-  float* token_losses;  // null: not wanted
-  float row_advantage;
-  float row_scale;
+  float* gradient;          // null: not wanted
+  float* entropy_gradient;  // null: not wanted
+  float* token_losses;      // null: not wanted
+  float row_advantage, row_log_ratio, row_is_weight, row_scale;
+  bool defer_policy_gradient;  // leave it out of `gradient`: the row shares its sum
 };
 
 struct TileSums {
-  LaneSum loss, negative_log_ratio;
-  LaneCount clipped, bounded, saturated, tokens;
+  LaneSum loss, policy, gradient, negative_log_ratio, kl, entropy, is_weight;
+  LaneCount clipped, bounded, saturated, tokens, rejected, capped, missing;
 };
 
 // Sixteen tokens. A token outside the mask or with weight 0 is replaced before any arithmetic, so whatever lies there
-// (NaN, inf, garbage) reaches neither value, gradient nor metric.
-template <Loss kLoss, bool kWeighted>
-FASTADV_INLINE void sixteen_tokens(const Tile& t, int64_t i, const LossParameters& p, TileSums& sums) {
+// (NaN, inf, garbage) reaches neither value, gradient nor metric. kExtended: anything beside log-probs, advantages and mask.
+template <Loss kLoss, bool kExtended>
+FASTADV_INLINE void sixteen_tokens(const Tile& t, int64_t i, const PolicyLossRule& rule, TileSums& sums) {
   const Lanes zero(0.0f), one(1.0f), row_scale(t.row_scale);
   LaneMask on = load_mask(t.mask + i);
   Lanes weight = one;
-  if constexpr (kWeighted) {
-    if (t.weights) weight = load(t.weights + i);
+  if constexpr (kExtended) {
+    if (t.extra[kTokenWeights]) weight = load(t.extra[kTokenWeights] + i);
     on = on & (weight != zero);
+    weight = select(on, weight, zero);
   }
-  const Lanes log_prob = select(on, load(t.log_probs + i), zero);
-  const Lanes old_log_prob = select(on, load(t.old_log_probs + i), zero);
+  const auto selected = [&](const float* values) { return select(on, load(values + i), zero); };
+  const Lanes log_prob = selected(t.log_probs), old_log_prob = selected(t.old_log_probs);
   const Lanes advantage = select(on, t.advantages ? load(t.advantages + i) : Lanes(t.row_advantage), zero);
-  const auto term = token_term<kLoss>(log_prob, old_log_prob, advantage, p);
+  const auto term = token_term<kLoss>(log_prob, old_log_prob, advantage, Lanes(t.row_log_ratio), rule.parameters);
 
-  LaneMask used = on;  // an importance weight of 0 rejects the token, even where its loss is NaN; metrics still count it
-  Lanes loss = term.loss, gradient = term.gradient;
-  if constexpr (kWeighted) {
-    if (t.is_weights) {
-      const Lanes is_weight = load(t.is_weights + i);
-      used = used & (is_weight != zero);
-      weight = weight * is_weight;
+  if constexpr (!kExtended) {
+    const Lanes loss = select(on, term.loss, zero);
+    if (t.gradient) store(t.gradient + i, select(on, term.gradient * row_scale, zero));
+    if (t.token_losses) store(t.token_losses + i, select(on, loss * row_scale, zero));
+    sums.loss.add(loss);
+  } else {
+    // An importance weight of 0 rejects the token, even where its policy term is NaN; KL, entropy and metrics still count it.
+    Lanes correction(t.row_is_weight);
+    if (t.extra[kIsWeights]) correction = correction * select(on, load(t.extra[kIsWeights] + i), one);
+    if (t.extra[kRolloutLogProbs]) {
+      const auto w = importance_weight(old_log_prob, selected(t.extra[kRolloutLogProbs]), rule.correction);
+      correction = correction * w.weight;
+      sums.capped.add(w.capped & on);
+      sums.missing.add(w.missing & on);
     }
-    loss = loss * weight;
-    gradient = gradient * weight;
-  }
-  loss = select(used, loss, zero);
-  if (t.gradient) store(t.gradient + i, select(used, gradient * row_scale, zero));
-  if (t.token_losses) store(t.token_losses + i, loss * row_scale);
+    const LaneMask rejected = !(correction != zero);
+    const LaneMask used = on & !rejected;
+    sums.rejected.add(on & rejected);
+    sums.is_weight.add(select(on, correction, zero));
 
-  sums.loss.add(loss);
-  sums.clipped.add(term.clipped);
-  sums.bounded.add(term.bounded);
-  sums.saturated.add(term.saturated);
+    const Lanes policy = select(used, term.loss * correction, zero) * weight;
+    const Lanes policy_gradient = select(used, term.gradient * correction, zero) * weight;
+    Lanes other = zero, other_gradient = zero;
+    if (t.extra[kRefLogProbs]) {
+      const auto kl = kl_term(log_prob, old_log_prob, selected(t.extra[kRefLogProbs]), rule.parameters.log_ratio_bound, rule.kl);
+      sums.kl.add(select(on, kl.value, zero));
+      other = other + Lanes(rule.kl.coef) * kl.value;
+      other_gradient = Lanes(rule.kl.coef) * kl.gradient;
+    }
+    if (t.extra[kEntropy]) {
+      const Lanes entropy = selected(t.extra[kEntropy]);
+      sums.entropy.add(entropy);
+      other = other - Lanes(rule.entropy_coef) * entropy;
+    }
+    if (t.entropy_gradient) store(t.entropy_gradient + i, select(on, Lanes(-rule.entropy_coef) * weight * row_scale, zero));
+    other = other * weight;
+    other_gradient = other_gradient * weight;
+
+    const Lanes loss = select(on, policy + other, zero);
+    const Lanes gradient = t.defer_policy_gradient ? other_gradient : policy_gradient + other_gradient;
+    if (t.gradient) store(t.gradient + i, select(on, gradient * row_scale, zero));
+    if (t.token_losses) store(t.token_losses + i, select(on, loss * row_scale, zero));
+    sums.loss.add(loss);
+    sums.policy.add(policy);
+    sums.gradient.add(policy_gradient);
+  }
+  sums.clipped.add(term.clipped & on);
+  sums.bounded.add(term.bounded & on);
+  sums.saturated.add(term.saturated & on);
   sums.negative_log_ratio.add(-term.log_ratio);
   sums.tokens.add(on);
 }
 
-template <Loss kLoss, bool kWeighted>
-void run_tile(const Tile& given, int64_t n, const LossParameters& parameters, TileSums& total) {
+template <Loss kLoss, bool kExtended>
+void run_tile(const Tile& given, int64_t n, const PolicyLossRule& given_rule, TileSums& total) {
   // Copies: what the loop stores could otherwise alias what it reads, and each step would read it again.
   const Tile tile = given;
-  const LossParameters p = parameters;
+  const PolicyLossRule rule = given_rule;
   TileSums sums = total;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) sixteen_tokens<kLoss, kWeighted>(tile, i, p, sums);
+  for (; i + kLanes <= n; i += kLanes) sixteen_tokens<kLoss, kExtended>(tile, i, rule, sums);
   if (i == n) {
     total = sums;
     return;
@@ -84,7 +119,7 @@ void run_tile(const Tile& given, int64_t n, const LossParameters& parameters, Ti
 
   // The rest goes through the same code, padded by tokens outside the mask.
   const int64_t rest = n - i;
-  float inputs[5][kLanes] = {}, gradient[kLanes], token_losses[kLanes];
+  float inputs[3 + kOptional][kLanes] = {}, gradient[kLanes], entropy_gradient[kLanes], token_losses[kLanes];
   uint8_t mask[kLanes] = {};
   const auto padded = [&](const float* source, int slot) -> const float* {
     if (!source) return nullptr;
@@ -92,120 +127,202 @@ void run_tile(const Tile& given, int64_t n, const LossParameters& parameters, Ti
     return inputs[slot];
   };
   std::copy(tile.mask + i, tile.mask + n, mask);
-  const Tile last{padded(tile.log_probs, 0),  padded(tile.old_log_probs, 1), padded(tile.advantages, 2),
-                  padded(tile.weights, 3),    padded(tile.is_weights, 4),    mask,
-                  tile.gradient ? gradient : nullptr, tile.token_losses ? token_losses : nullptr,
-                  tile.row_advantage,         tile.row_scale};
-  sixteen_tokens<kLoss, kWeighted>(last, 0, p, sums);
+  Tile last = tile;
+  last.mask = mask;
+  last.log_probs = padded(tile.log_probs, 0);
+  last.old_log_probs = padded(tile.old_log_probs, 1);
+  last.advantages = padded(tile.advantages, 2);
+  for (int k = 0; k < kOptional; ++k) last.extra[k] = padded(tile.extra[k], 3 + k);
+  if (tile.gradient) last.gradient = gradient;
+  if (tile.entropy_gradient) last.entropy_gradient = entropy_gradient;
+  if (tile.token_losses) last.token_losses = token_losses;
+  sixteen_tokens<kLoss, kExtended>(last, 0, rule, sums);
   total = sums;
   if (tile.gradient) std::copy(gradient, gradient + rest, tile.gradient + i);
+  if (tile.entropy_gradient) std::copy(entropy_gradient, entropy_gradient + rest, tile.entropy_gradient + i);
   if (tile.token_losses) std::copy(token_losses, token_losses + rest, tile.token_losses + i);
 }
 
 struct Buffers {
-  alignas(64) float log_probs[kTile], old_log_probs[kTile], advantages[kTile], weights[kTile], is_weights[kTile], gradient[kTile];
+  alignas(64) float log_probs[kTile], old_log_probs[kTile], advantages[kTile], extra[kOptional][kTile];
+  alignas(64) float gradient[kTile], entropy_gradient[kTile];
   alignas(64) int32_t ids[kTile];
   alignas(64) uint8_t mask[kTile];
 };
 
+// What one block found of one row: the sum of its policy gradients, for losses whose tokens share it.
+struct SharedGradient {
+  int64_t row;
+  double sum, tokens;
+};
+
+struct Block {
+  double sums[kPolicyLossSums] = {};
+  int faults = 0;
+  std::vector<SharedGradient> shared;
+};
+
+// A tile of an output: where it belongs if that is contiguous float32, else a buffer that `store_floats` copies from.
+struct OutputTile {
+  const Rows& rows;
+  const TokenView& view;
+  float* buffer;
+  bool in_place;
+  OutputTile(const Rows& r, const TokenView& v, float* b)
+      : rows(r), view(v), buffer(b), in_place(v.dtype == DType::kFloat32 && v.stride == 1 && r.even(v)) {}
+  float* at(int64_t token) const {
+    if (!view.present()) return nullptr;
+    return in_place ? reinterpret_cast<float*>(view.data) + token : buffer;
+  }
+  void flush(int64_t token, int64_t n) const {
+    if (view.present() && !in_place) store_floats(rows, view, token, n, buffer);
+  }
+};
+
+Buffers& buffers_of_thread() {
+  static thread_local Buffers buffers;
+  return buffers;
+}
+
 template <Loss kLoss>
-void run_piece(const PolicyLossInputs& in, const LossParameters& p, const TokenView& gradient, float* token_losses, int64_t row,
-               int64_t from, int64_t to, PolicyLossSums& block) {
+void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, int64_t row, int64_t from, int64_t to,
+               Block& block) {
   const Rows& rows = in.rows;
   const double row_weight = in.row_weights ? in.row_weights[row] : 1.0;
   double row_scale = row_weight * in.scale;
   if (in.row_tokens) row_scale /= double(std::max<int64_t>(1, in.row_tokens[row]));
 
-  static thread_local Buffers buffers;
+  Buffers& buffers = buffers_of_thread();
+  const OutputTile gradient(rows, out.gradient, buffers.gradient), entropy_gradient(rows, out.entropy_gradient, buffers.entropy_gradient);
+  const TokenView* const optional[kOptional] = {&in.token_weights, &in.is_weights, &in.rollout_log_probs, &in.ref_log_probs, &in.entropy};
+  const bool extended = in.row_is_weights || rule.shared_gradient ||
+                        std::any_of(std::begin(optional), std::end(optional), [](const TokenView* view) { return view->present(); });
   TileSums sums;
   bool fractional = false;
-  const bool in_place = gradient.dtype == DType::kFloat32 && gradient.stride == 1 && rows.even(gradient);
   for (int64_t token = from; token < to; token += kTile) {
     const int64_t n = std::min(kTile, to - token);
-    float* gradient_tile = nullptr;
-    if (gradient.present()) gradient_tile = in_place ? reinterpret_cast<float*>(gradient.data) + token : buffers.gradient;
-    float* losses_tile = token_losses ? token_losses + token : nullptr;
-
-    if (row_weight == 0.0) {  // an excluded row is not read at all
-      if (gradient_tile) std::fill(gradient_tile, gradient_tile + n, 0.0f);
-      if (losses_tile) std::fill(losses_tile, losses_tile + n, 0.0f);
-      if (gradient_tile && !in_place) store_floats(rows, gradient, token, n, gradient_tile);
-      continue;
-    }
-
-    const auto tile_of = [&](const TokenView& view, float* buffer) {
-      return view.present() ? load_floats(rows, view, token, n, buffer) : nullptr;
-    };
     Tile tile{};
-    tile.mask = load_mask_bytes(rows, in.mask, token, n, buffers.mask, fractional);
-    tile.log_probs = tile_of(in.log_probs, buffers.log_probs);
-    tile.old_log_probs = in.old_log_probs.present() ? tile_of(in.old_log_probs, buffers.old_log_probs) : tile.log_probs;
-    tile.weights = tile_of(in.token_weights, buffers.weights);
-    tile.is_weights = tile_of(in.is_weights, buffers.is_weights);
-    tile.gradient = gradient_tile;
-    tile.token_losses = losses_tile;
-    tile.row_scale = float(row_scale);
-    if (in.advantage_kind == AdvantageKind::kToken) {
-      tile.advantages = tile_of(in.token_advantages, buffers.advantages);
-    } else if (in.advantage_kind == AdvantageKind::kRow) {
-      tile.row_advantage = in.advantages[row];
+    tile.gradient = gradient.at(token);
+    tile.entropy_gradient = entropy_gradient.at(token);
+    tile.token_losses = out.token_losses ? out.token_losses + token : nullptr;
+    if (row_weight == 0.0) {  // an excluded row is not read at all
+      for (float* zeros : {tile.gradient, tile.entropy_gradient, tile.token_losses})
+        if (zeros) std::fill(zeros, zeros + n, 0.0f);
     } else {
-      const int64_t first = in.segment_offsets[row];
-      const int32_t* ids = load_ids(rows, in.turn_ids, token, n, buffers.ids);
-      look_up_segments(in.advantages + first, in.segment_offsets[row + 1] - first, ids, tile.mask, n, buffers.advantages,
-                       block.faults);
-      tile.advantages = buffers.advantages;
+      const auto tile_of = [&](const TokenView& view, float* buffer) {
+        return view.present() ? load_floats(rows, view, token, n, buffer) : nullptr;
+      };
+      tile.mask = load_mask_bytes(rows, in.mask, token, n, buffers.mask, fractional);
+      tile.log_probs = tile_of(in.log_probs, buffers.log_probs);
+      tile.old_log_probs = in.old_log_probs.present() ? tile_of(in.old_log_probs, buffers.old_log_probs) : tile.log_probs;
+      for (int k = 0; k < kOptional; ++k) tile.extra[k] = tile_of(*optional[k], buffers.extra[k]);
+      tile.row_log_ratio = in.row_log_ratios ? in.row_log_ratios[row] : 0.0f;
+      tile.row_is_weight = in.row_is_weights ? in.row_is_weights[row] : 1.0f;
+      tile.row_scale = float(row_scale);
+      tile.defer_policy_gradient = rule.shared_gradient;
+      if (in.advantage_kind == AdvantageKind::kToken) {
+        tile.advantages = tile_of(in.token_advantages, buffers.advantages);
+      } else if (in.advantage_kind == AdvantageKind::kRow) {
+        tile.row_advantage = in.advantages[row];
+      } else {
+        const int64_t first = in.segment_offsets[row];
+        const int32_t* ids = load_ids(rows, in.turn_ids, token, n, buffers.ids);
+        look_up_segments(in.advantages + first, in.segment_offsets[row + 1] - first, ids, tile.mask, n, buffers.advantages,
+                         block.faults);
+        tile.advantages = buffers.advantages;
+      }
+      if (extended) {
+        run_tile<kLoss, true>(tile, n, rule, sums);
+      } else {
+        run_tile<kLoss, false>(tile, n, rule, sums);
+      }
     }
-    if (tile.weights || tile.is_weights) {
-      run_tile<kLoss, true>(tile, n, p, sums);
-    } else {
-      run_tile<kLoss, false>(tile, n, p, sums);
-    }
-    if (gradient_tile && !in_place) store_floats(rows, gradient, token, n, gradient_tile);
+    gradient.flush(token, n);
+    entropy_gradient.flush(token, n);
   }
   if (fractional) block.faults |= kFractionalMask;
-  block.loss += sums.loss.total() * row_scale;
-  block.clipped += sums.clipped.total();
-  block.bounded += sums.bounded.total();
-  block.saturated += sums.saturated.total();
-  block.negative_log_ratio += sums.negative_log_ratio.total();
-  block.tokens += sums.tokens.total();
+  const double tokens = sums.tokens.total();
+  if (tokens == 0.0) return;  // whatever the scale is: no token, nothing to add
+  double* total = block.sums;
+  total[kLossSum] += sums.loss.total() * row_scale;
+  total[kPolicySum] += (extended ? sums.policy : sums.loss).total() * row_scale;
+  total[kClipped] += sums.clipped.total();
+  total[kBounded] += sums.bounded.total();
+  total[kSaturated] += sums.saturated.total();
+  total[kNegativeLogRatio] += sums.negative_log_ratio.total();
+  total[kTokens] += tokens;
+  if (!extended) return;
+  total[kKlSum] += sums.kl.total();
+  total[kEntropySum] += sums.entropy.total();
+  total[kIsWeight] += sums.is_weight.total();
+  total[kRejected] += sums.rejected.total();
+  total[kCapped] += sums.capped.total();
+  total[kMissing] += sums.missing.total();
+  if (rule.shared_gradient) block.shared.push_back({row, sums.gradient.total() * row_scale, tokens});
+}
+
+// Adds to every token of a row the mean of the row's policy gradients.
+void share_gradients(const PolicyLossInputs& in, const PolicyLossOutputs& out, const std::vector<Block>& blocks, int threads) {
+  const Rows& rows = in.rows;
+  std::vector<double> sum(rows.count, 0.0), tokens(rows.count, 0.0);
+  for (const Block& block : blocks)
+    for (const SharedGradient& piece : block.shared) {
+      sum[piece.row] += piece.sum;
+      tokens[piece.row] += piece.tokens;
+    }
+  parallel_blocks(int64_t(blocks.size()), threads, [&](int64_t block) {
+    Buffers& buffers = buffers_of_thread();
+    for_rows_in_block(rows, block, [&](int64_t row, int64_t from, int64_t to) {
+      const float share = float(sum[row] / std::max(1.0, tokens[row]));
+      if (share == 0.0f) return;
+      bool fractional = false;
+      for (int64_t token = from; token < to; token += kTile) {
+        const int64_t n = std::min(kTile, to - token);
+        const uint8_t* mask = load_mask_bytes(rows, in.mask, token, n, buffers.mask, fractional);
+        const float* weights = in.token_weights.present() ? load_floats(rows, in.token_weights, token, n, buffers.advantages) : nullptr;
+        const float* before = load_floats(rows, out.gradient, token, n, buffers.gradient);
+        for (int64_t k = 0; k < n; ++k)
+          buffers.gradient[k] = mask[k] && (!weights || weights[k] != 0.0f) ? before[k] + share : before[k];
+        store_floats(rows, out.gradient, token, n, buffers.gradient);
+      }
+    });
+  });
 }
 
 }  // namespace
 
-PolicyLossSums policy_loss(const PolicyLossInputs& in, Loss loss, const LossParameters& parameters, const TokenView& gradient,
-                           float* token_losses, int threads) {
+int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, int threads) {
   in.rows.validate();
-  const int64_t blocks = block_count(in.rows);
-  std::vector<PolicyLossSums> partial(blocks);
+  const int64_t count = block_count(in.rows);
+  std::vector<Block> blocks(count);
   const auto run = [&](int64_t block, int64_t row, int64_t from, int64_t to) {
-    if (loss == Loss::kPpo) {
-      run_piece<Loss::kPpo>(in, parameters, gradient, token_losses, row, from, to, partial[block]);
-    } else {
-      run_piece<Loss::kReinforce>(in, parameters, gradient, token_losses, row, from, to, partial[block]);
+    switch (rule.loss) {
+      case Loss::kReinforce: return run_piece<Loss::kReinforce>(in, rule, out, row, from, to, blocks[block]);
+      case Loss::kPpo: return run_piece<Loss::kPpo>(in, rule, out, row, from, to, blocks[block]);
+      case Loss::kCispo: return run_piece<Loss::kCispo>(in, rule, out, row, from, to, blocks[block]);
+      case Loss::kSapo: return run_piece<Loss::kSapo>(in, rule, out, row, from, to, blocks[block]);
+      case Loss::kGspo: return run_piece<Loss::kGspo>(in, rule, out, row, from, to, blocks[block]);
     }
   };
+  if (rule.loss < Loss::kReinforce || rule.loss > Loss::kGspo) throw std::invalid_argument("policy_loss: no such loss");
   // Where nothing is said per row, a block is one piece, however short the rows are.
-  const bool by_row = in.row_weights || in.row_tokens || in.advantage_kind != AdvantageKind::kToken;
-  parallel_blocks(blocks, threads, [&](int64_t block) {
+  const bool by_row = in.row_weights || in.row_tokens || in.row_log_ratios || in.row_is_weights || rule.shared_gradient ||
+                      in.advantage_kind != AdvantageKind::kToken;
+  parallel_blocks(count, threads, [&](int64_t block) {
     if (by_row) {
       for_rows_in_block(in.rows, block, [&](int64_t row, int64_t from, int64_t to) { run(block, row, from, to); });
     } else {
       run(block, 0, block * kBlockTokens, std::min(in.rows.tokens, (block + 1) * kBlockTokens));
     }
   });
-  PolicyLossSums total;
-  for (const PolicyLossSums& p : partial) {
-    total.loss += p.loss;
-    total.clipped += p.clipped;
-    total.bounded += p.bounded;
-    total.saturated += p.saturated;
-    total.negative_log_ratio += p.negative_log_ratio;
-    total.tokens += p.tokens;
-    total.faults |= p.faults;
+  std::fill(sums, sums + kPolicyLossSums, 0.0);
+  int faults = 0;
+  for (const Block& block : blocks) {
+    for (int k = 0; k < kPolicyLossSums; ++k) sums[k] += block.sums[k];
+    faults |= block.faults;
   }
-  return total;
+  if (rule.shared_gradient && out.gradient.present()) share_gradients(in, out, blocks, threads);
+  return faults;
 }
 
 }  // namespace fastadv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,26 +10,46 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastadv import dispatch, native, validation
-from fastadv.losses import LOSSES, LossConfig, loss_config
+from fastadv.losses import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    KL_GRADIENTS,
+    NATIVE_LOSSES,
+    SELECTING_LOSSES,
+    LossConfig,
+    loss_config,
+)
+from fastadv.ops import _loss_arguments as arguments
+from fastadv.ops._loss_arguments import ROW, SEGMENT, TOKEN
 from fastadv.ops._register import native_op
-from fastadv.ops.token_counts import Denominators, counts_of
+from fastadv.ops.sequence_log_ratios import MASKS
+from fastadv.ops.token_counts import Denominators
 from fastadv.reference import policy_loss as reference
-from fastadv.reference.policy_loss import LossSums, TokenInputs
+from fastadv.reference.policy_loss import TokenInputs
+from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rows import Rows
 from fastadv.segment_table import Segments, SegmentTable
 
 REDUCTIONS = ("loss", "none")
-TOKEN, ROW, SEGMENT = 0, 1, 2  # AdvantageKind in csrc/cpu/kernels.h
-SUMS = ("loss", "clipped", "bounded", "saturated", "negative_log_ratio", "tokens")
+# What the kernel sums over the batch, in its order.
+SUMS = (
+    "loss", "policy", "clipped", "bounded", "saturated", "negative_log_ratio", "tokens", "kl", "entropy", "is_weight",
+    "rejected", "capped", "missing",
+)  # fmt: skip
 
 
 class LossOutput(NamedTuple):
     """A loss and its metrics.
 
     `loss` is 0-d (reduction "loss") or shaped like the log-probs ("none"), float32 (float64 for float64 log-probs).
-    `metrics` are 0-d tensors on the same device, without gradient; fractions and means are over the tokens with a
-    non-zero mask and weight: "clip_fraction", "dual_clip_fraction", "saturated_fraction", "approx_kl" (mean of
-    old_log_prob - log_prob) and "tokens", how many these are. To combine micro-batches, average weighted by "tokens".
+    `metrics` are 0-d tensors on the same device, without gradient. Fractions and means are over the tokens with a
+    non-zero mask and weight, of which there are "tokens"; to combine micro-batches, average weighted by it.
+
+    "clip_fraction", "dual_clip_fraction" (the dual clip or delta; of a covariance loss, the tokens that it picked),
+    "saturated_fraction", "approx_kl" (mean of old_log_prob - log_prob). With KL or entropy: "policy_loss" (the share of
+    the loss without them), "kl", "entropy". With importance weights: "is_weight_mean", "is_rejected_fraction" (weight
+    0), "is_capped_fraction" (cut by a token bound), "is_missing_fraction" (no sampler log-prob), and over rollouts with
+    a token "is_row_rejected_fraction", "is_row_capped_fraction", "is_veto_fraction".
     """
 
     loss: Tensor
@@ -36,7 +57,7 @@ class LossOutput(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors beside the log-probs, checked, as the registered op takes them; None where there is none."""
+    """Tensors beside log-probs and entropy, checked, as the registered op takes them; None where there is none."""
 
     old_log_probs: Tensor | None
     mask: Tensor
@@ -49,17 +70,72 @@ class Inputs(NamedTuple):
     is_weights: Tensor | None
     row_tokens: Tensor | None  # [B] int64: each row's sum is divided by it
     scale: Tensor | None  # 0-d float64 that the sum is multiplied by
+    rollout_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    row_log_ratios: Tensor | None = None  # [B]; float32 for the kernel
+    row_is_weights: Tensor | None = None  # [B]; float32 for the kernel
 
 
 class Formula(NamedTuple):
-    """Numbers that say what is computed, as the registered op takes them."""
+    """Numbers that say what is computed, as the registered op takes them; the bindings read all but the first."""
 
     advantage_kind: int
-    loss: int  # index in LOSSES
+    loss: int  # index in NATIVE_LOSSES
     ratio_low: float
     ratio_high: float
     dual_clip: float  # 0: none
+    delta: float  # 0: none
     log_ratio_bound: float
+    tau_pos: float
+    tau_neg: float
+    correction: int = 0  # 0: none, 4: only missing log-probs matter
+    is_low: float = 0.0
+    is_high: float = 0.0
+    is_log_low: float = 0.0
+    is_log_high: float = 0.0
+    missing_weight: float = 1.0
+    kl: int = 0  # 0: none
+    kl_gradient: int = 0
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    shared_gradient: int = 0
+
+    @classmethod
+    def of(cls, config: LossConfig, advantage_kind: int) -> Formula:
+        """The numbers of a configuration whose loss has a kernel."""
+        formula = cls(
+            advantage_kind,
+            NATIVE_LOSSES.index(config.loss),
+            1 - config.clip_low,
+            1 + config.clip_high,
+            config.dual_clip or 0.0,
+            config.delta or 0.0,
+            config.log_ratio_bound,
+            config.tau_pos,
+            config.tau_neg,
+            entropy_coef=config.entropy_coef,
+            shared_gradient=int(config.loss == "gspo" and config.sequence_gradient == "mean"),
+        )
+        if config.corrections:
+            formula = formula._replace(
+                correction=len(CORRECTIONS) + 1,
+                missing_weight=1.0 if config.corrections[0].missing == "neutral" else 0.0,
+            )
+        if token := config.token_correction:
+            formula = formula._replace(
+                correction=CORRECTIONS.index(token.kind) + 1,
+                is_low=token.low,
+                is_high=token.high,
+                is_log_low=math.log(token.low) if token.low > 0 else -math.inf,
+                is_log_high=math.log(token.high),
+            )
+        if config.kl is not None:
+            formula = formula._replace(
+                kl=KL_ESTIMATORS.index(config.kl.estimator) + 1,
+                kl_gradient=KL_GRADIENTS.index(config.kl.gradient),
+                kl_coef=config.kl.coef,
+            )
+        return formula
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -67,10 +143,12 @@ class Formula(NamedTuple):
 
 def launch_into(
     log_probs: Tensor,
+    entropy: Tensor | None,
     inputs: Inputs,
     formula: Formula,
     *,
     gradient: Tensor | None,
+    entropy_gradient: Tensor | None = None,
     token_losses: Tensor | None,
     sums: Tensor,
 ) -> None:
@@ -78,32 +156,32 @@ def launch_into(
 
     Args:
         log_probs: `[N]` or `[B, T]`.
+        entropy: like log_probs, or None.
         inputs, formula: checked arguments.
-        gradient: like log_probs, in its dtype, any strides; gets d loss / d log_prob. None: not computed.
+        gradient, entropy_gradient: like log_probs, float32, bfloat16 or float16, any strides; get the derivatives of
+            the loss by log_probs and by entropy. None: not computed.
         token_losses: float32, contiguous, like log_probs; gets weighted token losses. None: not computed.
-        sums: `[6]` float64; gets loss * scale and the sums of SUMS.
+        sums: `[13]` float64; gets loss * scale and the other sums of SUMS.
 
     Raises:
         ValueError: a fractional mask value, a turn that the segment table does not have.
     """
     rows = Rows.trusted(log_probs, inputs.cu_seqlens)
+    per_token = (
+        log_probs, inputs.old_log_probs, inputs.mask, inputs.advantages, inputs.turn_ids, inputs.token_weights,
+        inputs.is_weights, inputs.rollout_log_probs, inputs.ref_log_probs, entropy,
+    )  # fmt: skip
+    per_row = (
+        inputs.segment_offsets, inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights,
+    )  # fmt: skip
     faults = native.module().policy_loss(
         native.rows(rows),
-        native.view(log_probs),
-        native.view(inputs.old_log_probs),
-        native.view(inputs.mask),
+        (*map(native.view, per_token), *map(native.address, per_row)),
         formula.advantage_kind,
-        native.view(inputs.advantages),
-        native.view(inputs.turn_ids),
-        native.address(inputs.segment_offsets),
-        native.view(inputs.token_weights),
-        native.view(inputs.is_weights),
-        native.address(inputs.row_weights),
-        native.address(inputs.row_tokens),
         1.0 if inputs.scale is None else float(inputs.scale),
-        formula.loss,
-        formula[2:],
+        formula[1:],
         native.view(gradient),
+        native.view(entropy_gradient),
         native.address(token_losses),
         sums.data_ptr(),
         native.threads(rows.tokens),
@@ -111,68 +189,108 @@ def launch_into(
     validation.native_faults("policy_loss", faults)
 
 
+def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float16 gradients stay float32 until the upstream gradient has multiplied them: without the loss scale that it
+    carries, most would be 0."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def _fake(
-    log_probs: Tensor, inputs: list[Tensor | None], formula: list[float], with_gradient: bool, per_token: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: list[Tensor | None],
+    formula: list[float],
+    gradients: list[bool],
+    per_token: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     value = log_probs.new_empty(log_probs.shape if per_token else (), dtype=torch.float32)
-    gradient = log_probs.new_empty(log_probs.shape if with_gradient else (0,))
-    return value, gradient, log_probs.new_empty(len(SUMS), dtype=torch.float64)
+    like_entropy = log_probs if entropy is None else entropy
+    buffers = [
+        t.new_empty(t.shape if wanted else (0,), dtype=_gradient_dtype(t.dtype))
+        for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
+    ]
+    return value, *buffers, log_probs.new_empty(len(SUMS), dtype=torch.float64)  # type: ignore[return-value]
 
 
-def _backward(ctx: Any, grad_loss: Tensor, grad_gradient: Tensor, grad_sums: Tensor) -> tuple[Any, ...]:
-    (gradient,) = ctx.saved_tensors
-    return (gradient * grad_loss).to(gradient.dtype), None, None, None, None
+def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    scaled = [
+        (g * grad_loss).to(dtype) if wanted else None
+        for g, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.gradients, strict=True)
+    ]
+    return (*scaled, None, None, None, None)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    log_probs, entropy, *_, ctx.gradients, _ = inputs
+    ctx.dtypes = (log_probs.dtype, log_probs.dtype if entropy is None else entropy.dtype)
+    ctx.save_for_backward(output[1], output[2])
 
 
 @native_op("policy_loss", _fake, autograd=(_backward, _setup_context))
 def _launch(
-    log_probs: Tensor, inputs: list[Tensor | None], formula: list[float], with_gradient: bool, per_token: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradient = native.empty(log_probs.shape if with_gradient else (0,), log_probs.dtype)
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: list[Tensor | None],
+    formula: list[float],
+    gradients: list[bool],
+    per_token: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like_entropy = log_probs if entropy is None else entropy
+    gradient, entropy_gradient = (
+        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype))
+        for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
+    )
     value = native.empty(log_probs.shape if per_token else (), torch.float32)
     sums = torch.empty(len(SUMS), dtype=torch.float64)
-    kind, loss, *parameters = formula
+    kind, loss, *numbers = formula
     launch_into(
         log_probs,
+        entropy,
         Inputs(*inputs),  # type: ignore[arg-type]
-        Formula(int(kind), int(loss), *parameters),
-        gradient=gradient if with_gradient else None,
+        Formula(int(kind), int(loss), *numbers),  # type: ignore[arg-type]
+        gradient=gradient if gradients[0] else None,
+        entropy_gradient=entropy_gradient if gradients[1] else None,
         token_losses=value if per_token else None,
         sums=sums,
     )
     if not per_token:
         value.copy_(sums[0])
-    return value, gradient, sums
+    return value, gradient, entropy_gradient, sums
 
 
 class _PolicyLoss(torch.autograd.Function):
-    """The forward leaves the gradient in a buffer; the first backward hands the buffer over, a second one computes it
-    again."""
+    """The forward leaves the gradients in buffers; the first backward hands the buffers over, a second one computes
+    them again."""
 
     @staticmethod
     def forward(
-        ctx: Any, log_probs: Tensor, inputs: Inputs, formula: Formula, per_token: bool
+        ctx: Any, log_probs: Tensor, entropy: Tensor | None, inputs: Inputs, formula: Formula, per_token: bool
     ) -> tuple[Tensor, Tensor]:
-        value, ctx.gradient, sums = _launch(log_probs, list(inputs), list(formula), True, per_token)
-        ctx.save_for_backward(log_probs, *inputs)
+        ctx.wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        value, *ctx.gradients, sums = _launch(log_probs, entropy, list(inputs), list(formula), ctx.wanted, per_token)
+        kept = [t.clone() if t is not None and t.is_inference() else t for t in inputs]  # autograd saves no others
+        ctx.save_for_backward(log_probs, entropy, *kept)
         ctx.formula, ctx.per_token = list(formula), per_token
         ctx.mark_non_differentiable(sums)
         return value, sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Tensor, None, None, None]:
-        log_probs, *inputs = ctx.saved_tensors  # raises where the graph was freed
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:
-            _, gradient, _ = _launch(log_probs, inputs, ctx.formula, True, ctx.per_token)
+    def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, entropy, *inputs = ctx.saved_tensors  # raises where the graph was freed
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            _, *gradients, _ = _launch(log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
+        if ctx.per_token:  # nothing may come in from tokens that do not count
+            mask, weights = Inputs(*inputs).mask, Inputs(*inputs).token_weights
+            grad_loss = torch.where(arguments.active(mask, weights) != 0, grad_loss, 0.0)
         if ctx.per_token or float(grad_loss) != 1.0:
-            gradient.mul_(grad_loss)
-        return gradient, None, None, None
+            gradients = [g.mul_(grad_loss) if wanted else g for g, wanted in zip(gradients, ctx.wanted, strict=True)]
+        mine = [
+            g.to(t.dtype) if wanted else None
+            for g, t, wanted in zip(gradients, (log_probs, entropy), ctx.wanted, strict=True)
+        ]
+        return (*mine, None, None, None)
 
 
 # ---- the public op ---------------------------------------------------------------------------------------------------
@@ -187,8 +305,15 @@ def policy_loss(
     config: str | LossConfig = "ppo",
     cu_seqlens: Tensor | None = None,
     turn_ids: Tensor | Segments | None = None,
+    rollout_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
     weights: Tensor | None = None,
     is_weights: Tensor | None = None,
+    selected: Tensor | None = None,
+    sequence_log_ratios: SequenceLogRatios | None = None,
+    rollout_log_ratios: SequenceLogRatios | None = None,
+    row_tokens: Tensor | None = None,
     denominator: float | Tensor | Denominators | None = None,
     reduction: str = "loss",
     backend: str = "auto",
@@ -196,39 +321,52 @@ def policy_loss(
     """Policy loss of a batch, or of a part of one.
 
     The loss of a step is the sum over any split of its rollouts, if each part is given the step's denominators; the
-    gradient of each token is then the same to the bit. Gradient flows to `log_probs` only.
+    gradient of each token is then the same to the bit. Gradient flows to `log_probs` and to `entropy`.
 
     Args:
         log_probs: log-probability of each token under the policy, `[N]` packed or `[B, T]` padded; float32, bfloat16 or
             float16 (native), float64 (reference); any strides.
-        old_log_probs: the same under the policy that the ratio is to, no gradient. None: allowed for "reinforce".
+        old_log_probs: the same under the policy that the ratio is to, no gradient. None: allowed for "reinforce", whose
+            corrections are then to the policy itself.
         advantages: per token (like log_probs), per rollout (`[B]`), or a SegmentTable, which is looked up in the
             kernel: no per-token advantage exists. A packed batch of as many tokens as rollouts reads `[N]` as per
             token.
         mask: like log_probs, bool, integer or whole-valued float: non-zero tokens count, in numerators and
             denominators.
-        config: a LossConfig, or the name of a preset: "ppo" or "reinforce".
+        config: a LossConfig, or the name of a preset of `fastadv.losses.PRESETS`.
         cu_seqlens: `[B + 1]` int32 or int64 for packed tokens; without it, 1-D tokens are one rollout.
         turn_ids: for a SegmentTable, if not those that it was built from; 0 advantage where -1.
-        weights: `[B]` or like log_probs: multiplies numerators, never a denominator. A weight of exactly 0 excludes
-            what lies there, NaN too.
-        is_weights: like log_probs, importance weights, no gradient; they multiply numerators. 0 rejects the token.
+        rollout_log_probs: like log_probs, the sampler's, no gradient; for `config.correction`. NaN is missing.
+        ref_log_probs: like log_probs, the reference policy's, no gradient; for `config.kl`.
+        entropy: like log_probs; for `config.entropy_coef`. Gradient flows to it.
+        weights: `[B]` or like log_probs: multiplies numerators of every term, never a denominator. A weight of exactly
+            0 excludes what lies there, NaN too, also from the ratio of its rollout.
+        is_weights: like log_probs, importance weights, no gradient; they multiply the policy term. 0 rejects the token.
+        selected: bool like log_probs, for "clip_cov" and "kl_cov" where the call has a part of a step:
+            `fastadv.covariance_selection` of the step. None: picked from this call's tokens.
+        sequence_log_ratios: for sequence losses where the call has parts of rollouts (context parallel): the whole
+            rollouts', of (log_probs, old_log_probs), reduced over the ranks.
+        rollout_log_ratios: the same of (old_log_probs, rollout_log_probs), for corrections of whole rollouts.
+        row_tokens: `[B]` integers, for "seq-mean-token-mean" where the call has parts of rollouts: the tokens that each
+            whole rollout is divided by. None: counted from the mask.
         denominator: where the divisor comes from. None: counted from this call's mask. Denominators: counted over the
             step (and its ranks) by `fastadv.denominators`. A number or 0-d tensor: stands in for the count. Which count
             is divided by is the configuration's choice.
         reduction: "loss" for one number, "none" for weighted token losses, undivided and like log_probs, 0 outside of
             the mask.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto", "reference" or "cpu". The losses of `fastadv.losses.NATIVE_LOSSES` have a kernel.
 
     Returns:
         LossOutput(loss, metrics). A batch without a token that counts gives 0, with a graph.
 
     Raises:
-        ValueError: shapes that do not fit, a fractional mask value, an unknown option, a tensor other than log_probs
-            that requires grad, a missing horizon, a divisor that is not positive.
+        ValueError: shapes that do not fit, a fractional mask value, an unknown option, a tensor that gets no gradient
+            and requires it, an argument that the configuration needs and lacks or that nothing would read, a missing
+            horizon, a divisor that is not positive.
         TypeError: an argument of another type or dtype.
+        BackendUnavailableError: a backend by name that has no kernel for the loss.
 
-    Source: docs/theory.md; the losses and aggregations are described at LossConfig.
+    Source: docs/theory.md and docs/ops/policy_loss.md; the losses and aggregations are described at LossConfig.
     """
     op = "policy_loss"
     config = loss_config(config)
@@ -236,62 +374,120 @@ def policy_loss(
     validation.tensor(op, "log_probs", log_probs, dtypes=validation.FLOATS)
     rows = Rows.of(op, "log_probs", log_probs, cu_seqlens)
     shape, device = tuple(log_probs.shape), log_probs.device
-    if old_log_probs is None:
-        if config.loss != "reinforce":
-            raise ValueError(f"{op}: old_log_probs is None; the {config.loss!r} loss needs it")
-    else:
-        validation.tensor(op, "old_log_probs", old_log_probs, shape=shape, dtypes=validation.FLOATS, device=device)
-    validation.tensor(
-        op, "mask", mask, shape=shape, device=device, dtypes=(torch.bool, *validation.INTEGERS, *validation.FLOATS)
+    if old_log_probs is None and config.loss != "reinforce":
+        raise ValueError(f"{op}: old_log_probs is None; the {config.loss!r} loss needs it")
+    sampled = rollout_log_probs if rollout_log_ratios is None or config.token_correction else None
+    arguments.used_by(
+        op,
+        config,
+        rollout_log_probs=(sampled, bool(config.corrections) and rollout_log_ratios is None, "a correction"),
+        ref_log_probs=(ref_log_probs, config.kl is not None, "a KL penalty"),
+        entropy=(entropy, config.entropy_coef != 0, "a non-zero entropy_coef"),
     )
-    if is_weights is not None:
-        validation.tensor(op, "is_weights", is_weights, shape=shape, dtypes=validation.FLOATS, device=device)
-    kind, values, ids, offsets = _advantages(op, advantages, turn_ids, rows, device)
-    token_weights, row_weights = _weights(op, weights, rows, device)
-    _no_gradient(op, old_log_probs=old_log_probs, advantages=values, weights=weights, is_weights=is_weights)
+    optional = {
+        "old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "ref_log_probs": ref_log_probs,
+        "entropy": entropy, "is_weights": is_weights,
+    }  # fmt: skip
+    for name, t in optional.items():
+        if t is not None:
+            validation.tensor(op, name, t, shape=shape, dtypes=validation.FLOATS, device=device)
+    validation.tensor(op, "mask", mask, shape=shape, device=device, dtypes=MASKS)
+    if is_weights is not None and config.loss == "gmpo":
+        raise ValueError(
+            f"{op}: is_weights is per token, but 'gmpo' has one term a rollout; use weights or a correction"
+        )
+    given = arguments.advantages(op, advantages, turn_ids, rows, device)
+    token_weights, row_weights = arguments.weights(op, weights, rows, device)
+    no_gradient = {name: t for name, t in optional.items() if name != "entropy"}
+    step = vars(denominator) if isinstance(denominator, Denominators) else {"denominator": denominator}
+    arguments.no_gradient(op, "log_probs and entropy", **no_gradient, **step, advantages=given.values, weights=weights)
 
-    token_values = values if kind == TOKEN else None
-    name = dispatch.resolve(op, backend, log_probs, old_log_probs, token_values, token_weights, is_weights)
-    scale, row_tokens = _scale(op, config, denominator, mask, rows, name) if reduction == "loss" else (None, None)
+    token_values = given.values if given.kind == TOKEN else None
+    reference_only = None if config.loss in NATIVE_LOSSES else f"the {config.loss!r} loss"
+    floats = (log_probs, *optional.values(), token_values, token_weights)
+    backend = dispatch.resolve(op, backend, *floats, reference_only=reference_only)
+    scale, row_tokens = (
+        arguments.scale(op, config, denominator, mask, rows, row_tokens, backend)
+        if reduction == "loss"
+        else (None, None)
+    )
+    active = arguments.active(mask, token_weights)
+    old = log_probs.detach() if old_log_probs is None else old_log_probs
+    row_log_ratios = arguments.row_log_ratios(
+        op, config, log_probs, old_log_probs, active, rows, sequence_log_ratios, backend
+    )
+    row_is_weights, row_metrics = arguments.row_corrections(
+        op, config, old, rollout_log_probs, active, rows, rollout_log_ratios, backend
+    )
     inputs = Inputs(
         old_log_probs=old_log_probs,
         mask=mask,
         cu_seqlens=rows.cu_seqlens,
-        advantages=values,
-        turn_ids=ids,
-        segment_offsets=offsets,
+        advantages=given.values,
+        turn_ids=given.turn_ids,
+        segment_offsets=given.offsets,
         token_weights=token_weights,
         row_weights=row_weights,
         is_weights=is_weights,
         row_tokens=row_tokens,
         scale=scale,
+        rollout_log_probs=rollout_log_probs,
+        ref_log_probs=ref_log_probs,
+        row_log_ratios=row_log_ratios,
+        row_is_weights=row_is_weights,
     )
     per_token = reduction == "none"
-    if name == "reference":
-        sums = _reference(op, log_probs, inputs, kind, rows, config)
-        loss, totals = sums.token_losses if per_token else sums.loss, torch.stack(sums[2:])
+    if backend == "reference":
+        chosen = (selected, denominator is None)
+        loss, sums = _reference(op, log_probs, entropy, inputs, given.kind, rows, config, chosen, per_token)
     else:
-        loss, totals = _native(log_probs, inputs, kind, config, per_token)
-    return LossOutput(loss, _metrics(totals, old_log_probs))
+        if selected is not None:
+            arguments.selection(op, config, selected, log_probs, old, mask, mask, True)
+        loss, sums = _native(log_probs, entropy, inputs, given.kind, config, per_token)
+    return LossOutput(loss, _metrics(sums, config, inputs, entropy) | row_metrics)
 
 
-def _native(log_probs: Tensor, inputs: Inputs, kind: int, config: LossConfig, per_token: bool) -> tuple[Tensor, Tensor]:
-    advantages = inputs.advantages if kind == TOKEN else inputs.advantages.to(torch.float32).contiguous()
-    inputs = inputs._replace(mask=native.as_mask(inputs.mask), advantages=advantages)
-    ratios = (1 - config.clip_low, 1 + config.clip_high, config.dual_clip or 0.0, config.log_ratio_bound)
-    formula = Formula(kind, LOSSES.index(config.loss), *ratios)
-    with_gradient = torch.is_grad_enabled() and log_probs.requires_grad
-    if torch.compiler.is_compiling() or not with_gradient:
-        loss, _, sums = _launch(log_probs, list(inputs), [float(x) for x in formula], with_gradient, per_token)
+def _native(
+    log_probs: Tensor, entropy: Tensor | None, inputs: Inputs, kind: int, config: LossConfig, per_token: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    def floats(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.to(torch.float32).contiguous()
+
+    inputs = inputs._replace(
+        mask=native.as_mask(inputs.mask),
+        advantages=inputs.advantages if kind == TOKEN else inputs.advantages.to(torch.float32).contiguous(),
+        row_log_ratios=floats(inputs.row_log_ratios),
+        row_is_weights=floats(inputs.row_is_weights),
+    )
+    formula = Formula.of(config, kind)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (log_probs, entropy)]
+    if torch.compiler.is_compiling() or not any(wanted):
+        numbers = [float(x) for x in formula]
+        loss, *_, sums = _launch(log_probs, entropy, list(inputs), numbers, wanted, per_token)
     else:
-        loss, sums = _PolicyLoss.apply(log_probs, inputs, formula, per_token)  # type: ignore[no-untyped-call]
-    return loss, sums[1:]
+        loss, sums = _PolicyLoss.apply(  # type: ignore[no-untyped-call]
+            log_probs, entropy, inputs, formula, per_token
+        )
+    return loss, dict(zip(SUMS, sums.unbind(), strict=True))
 
 
-def _reference(op: str, log_probs: Tensor, inputs: Inputs, kind: int, rows: Rows, config: LossConfig) -> LossSums:
+def _reference(
+    op: str,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: Inputs,
+    kind: int,
+    rows: Rows,
+    config: LossConfig,
+    chosen: tuple[Tensor | None, bool],
+    per_token: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
     validation.mask_values(op, "mask", inputs.mask)
-    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs
-    floats = (log_probs, old_log_probs, inputs.advantages, inputs.token_weights, inputs.is_weights)
+    old_log_probs = log_probs.detach() if inputs.old_log_probs is None else inputs.old_log_probs
+    floats = (
+        log_probs, old_log_probs, inputs.advantages, inputs.token_weights, inputs.is_weights, inputs.rollout_log_probs,
+        inputs.ref_log_probs, entropy,
+    )  # fmt: skip
     dtype = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in floats) else torch.float32
     weights = inputs.token_weights if inputs.row_weights is None else rows.spread(inputs.row_weights)
     advantages = inputs.advantages.to(dtype)
@@ -300,19 +496,35 @@ def _reference(op: str, log_probs: Tensor, inputs: Inputs, kind: int, rows: Rows
     elif kind == SEGMENT:
         assert inputs.turn_ids is not None
         assert inputs.segment_offsets is not None
-        advantages = _looked_up(op, advantages, inputs.turn_ids, inputs.segment_offsets, inputs.mask, rows)
+        active = arguments.active(inputs.mask, weights)
+        advantages = _looked_up(op, advantages, inputs.turn_ids, inputs.segment_offsets, active, rows)
+
+    def cast(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(dtype)
+
+    selected = None
+    if config.loss in SELECTING_LOSSES:
+        selected = arguments.selection(
+            op, config, chosen[0], log_probs.to(dtype), old_log_probs.to(dtype), advantages, inputs.mask, chosen[1]
+        )
     tokens = TokenInputs(
         log_probs=log_probs.to(dtype),
-        old_log_probs=old_log_probs.detach().to(dtype),
+        old_log_probs=old_log_probs.to(dtype),
         advantages=advantages,
         mask=inputs.mask,
-        weights=None if weights is None else weights.to(dtype),
-        is_weights=None if inputs.is_weights is None else inputs.is_weights.to(dtype),
+        weights=cast(weights),
+        is_weights=cast(inputs.is_weights),
+        rollout_log_probs=cast(inputs.rollout_log_probs),
+        ref_log_probs=cast(inputs.ref_log_probs),
+        entropy=cast(entropy),
+        selected=selected,
+        row_log_ratios=cast(inputs.row_log_ratios),
+        row_is_weights=cast(inputs.row_is_weights),
     )
     scale = 1.0 if inputs.scale is None else inputs.scale
-    sums = reference.policy_loss(tokens, rows, config, scale, inputs.row_tokens)
+    token_losses, loss, sums = reference.policy_loss(tokens, rows, config, scale, inputs.row_tokens)
     out = torch.float64 if log_probs.dtype == torch.float64 else torch.float32
-    return sums._replace(token_losses=sums.token_losses.to(out), loss=sums.loss.to(out))
+    return (token_losses if per_token else loss).to(out), sums
 
 
 def _looked_up(op: str, values: Tensor, turn_ids: Tensor, offsets: Tensor, mask: Tensor, rows: Rows) -> Tensor:
@@ -327,114 +539,25 @@ def _looked_up(op: str, values: Tensor, turn_ids: Tensor, offsets: Tensor, mask:
     return torch.where(inside, looked_up, torch.where(outside, torch.nan, 0.0))
 
 
-def _metrics(sums: Tensor, old_log_probs: Tensor | None) -> dict[str, Tensor]:
-    """Metrics from the sums [clipped, bounded, saturated, negative_log_ratio, tokens]."""
-    clipped, bounded, saturated, kl = (sums[:4] / sums[4].clamp(min=1)).to(torch.float32).unbind()
-    metrics = {
-        "clip_fraction": clipped,
-        "dual_clip_fraction": bounded,
-        "saturated_fraction": saturated,
-        "approx_kl": kl,
-        "tokens": sums[4],
-    }
-    if old_log_probs is None:
-        del metrics["approx_kl"]
+def _metrics(sums: dict[str, Tensor], config: LossConfig, inputs: Inputs, entropy: Tensor | None) -> dict[str, Tensor]:
+    names = {"clip_fraction": "clipped", "dual_clip_fraction": "bounded", "saturated_fraction": "saturated"}
+    if inputs.old_log_probs is not None:
+        names["approx_kl"] = "negative_log_ratio"
+    if inputs.ref_log_probs is not None:
+        names["kl"] = "kl"
+    if entropy is not None:
+        names["entropy"] = "entropy"
+    weighted = [inputs.is_weights, inputs.rollout_log_probs, inputs.row_is_weights]
+    if any(t is not None for t in weighted):
+        names |= {"is_weight_mean": "is_weight", "is_rejected_fraction": "rejected"}
+    if inputs.rollout_log_probs is not None:
+        names |= {"is_missing_fraction": "missing"}
+        if config.token_correction is not None:
+            names |= {"is_capped_fraction": "capped"}
+    tokens = sums["tokens"]
+    means = torch.stack([sums[name] for name in names.values()]) / tokens.clamp(min=1)
+    metrics = dict(zip(names, means.to(torch.float32).unbind(), strict=True))
+    metrics["tokens"] = tokens
+    if inputs.ref_log_probs is not None or entropy is not None:
+        metrics["policy_loss"] = sums["policy"].to(torch.float32)
     return metrics
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _per_token_or_row(op: str, name: str, value: Any, rows: Rows, device: torch.device) -> int:
-    """Whether a tensor has one value per token or per rollout."""
-    validation.tensor(op, name, value, device=device)
-    token, row = tuple(value.shape) == tuple(rows.shape), tuple(value.shape) == (rows.count,)
-    if not token and not row:
-        raise ValueError(
-            f"{op}: {name} has shape {list(value.shape)}; expected {list(rows.shape)} (per token) or "
-            f"[{rows.count}] (per rollout)"
-        )
-    both = token and row and rows.count > 1 and rows.cu_seqlens is not None
-    if both and validation.reads_values(rows.cu_seqlens) and bool((rows.lengths() != 1).any()):
-        raise ValueError(
-            f"{op}: {name} has shape [{rows.count}], which is both the number of tokens and of rollouts; pass a "
-            "SegmentTable or spread it over the tokens to say which is meant"
-        )
-    return TOKEN if token else ROW
-
-
-def _advantages(
-    op: str, advantages: Any, turn_ids: Any, rows: Rows, device: torch.device
-) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """Kind, values, and for a table the turn ids and offsets."""
-    if not isinstance(advantages, SegmentTable):
-        kind = _per_token_or_row(op, "advantages", advantages, rows, device)
-        validation.tensor(op, "advantages", advantages, dtypes=validation.FLOATS)
-        if turn_ids is not None:
-            raise ValueError(f"{op}: turn_ids is given, but advantages is a tensor; turn_ids belongs to a SegmentTable")
-        return kind, advantages, None, None
-    index, values = advantages.segments, advantages.values
-    validation.tensor(op, "advantages.values", values, shape=(index.count,), dtypes=validation.FLOATS, device=device)
-    ids = index.turn_ids if turn_ids is None else turn_ids.turn_ids if isinstance(turn_ids, Segments) else turn_ids
-    validation.tensor(op, "turn_ids", ids, shape=tuple(rows.shape), dtypes=(torch.int32, torch.int64), device=device)
-    if index.num_rows != rows.count:
-        raise ValueError(f"{op}: advantages is a table of {index.num_rows} rollouts, log_probs has {rows.count}")
-    return SEGMENT, values, ids, index.offsets
-
-
-def _weights(op: str, weights: Any, rows: Rows, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(per token, per rollout as float64); at most one is there."""
-    if weights is None:
-        return None, None
-    validation.tensor(op, "weights", weights, dtypes=(*validation.FLOATS, *validation.INTEGERS, torch.bool))
-    if _per_token_or_row(op, "weights", weights, rows, device) == ROW:
-        return None, weights.detach().to(torch.float64).contiguous()
-    return weights if weights.is_floating_point() else weights.to(torch.float32), None
-
-
-def _no_gradient(op: str, **tensors: Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is not None and t.requires_grad:
-            raise ValueError(f"{op}: {name} requires grad, but gradient flows to log_probs only; pass {name}.detach()")
-
-
-def _scale(
-    op: str, config: LossConfig, denominator: Any, mask: Tensor, rows: Rows, backend: str
-) -> tuple[Tensor, Tensor | None]:
-    """What the sum is multiplied by (0-d float64), and the tokens of each row where rows are divided by them."""
-    name, horizon, ranks = config.denominator_name, config.horizon, 1
-    counts = None
-    counted = denominator is None and name in ("tokens", "sequences")
-    if counted or config.loss_agg_mode == "seq-mean-token-mean":
-        counts = counts_of(op, mask, rows, backend)
-    divisor: Any = 1.0
-    if isinstance(denominator, Denominators):
-        horizon, ranks = config.horizon or denominator.horizon, denominator.ranks
-        divisor = 1.0 if name == "one" else getattr(denominator, name)
-    elif denominator is not None:
-        if not isinstance(denominator, (int, float, Tensor)) or isinstance(denominator, bool):
-            raise TypeError(
-                f"{op}: denominator is a {type(denominator).__name__}; pass a number, a 0-d tensor or Denominators"
-            )
-        divisor = denominator
-        if not isinstance(denominator, Tensor) or validation.reads_values(denominator):
-            if isinstance(denominator, Tensor) and denominator.numel() != 1:
-                raise ValueError(f"{op}: denominator has shape {list(denominator.shape)}; pass one number")
-            if not 0 < float(denominator) < float("inf"):
-                raise ValueError(f"{op}: denominator is {float(denominator)}; it must be positive")
-    elif name == "candidates":
-        divisor = float(rows.count)
-    elif counts is not None and counted:
-        divisor = counts.sum() if name == "tokens" else (counts > 0).sum()
-    if config.loss_agg_mode == "seq-mean-token-sum-norm":
-        if horizon is None:
-            raise ValueError(
-                f"{op}: loss_agg_mode 'seq-mean-token-sum-norm' divides by a constant length; set horizon in the config"
-            )
-    else:
-        horizon = None
-
-    divisor = torch.as_tensor(divisor, dtype=torch.float64, device=mask.device).reshape(())
-    divisor = torch.where(divisor > 0, divisor, 1.0)  # nothing counted: the numerator is 0 too
-    scale = ranks / divisor if horizon is None else ranks / (divisor * horizon)
-    return scale, counts if config.loss_agg_mode == "seq-mean-token-mean" else None
