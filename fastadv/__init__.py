@@ -7,6 +7,7 @@ from fastadv.coins import keep
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import KL, Correction, LossConfig
+from fastadv.norms import global_norm
 from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.policy_loss import LossOutput, policy_loss
@@ -47,6 +48,7 @@ __all__ = [
     "covariance_selection",
     "denominators",
     "freeze_statistics",
+    "global_norm",
     "group_advantages",
     "group_index",
     "keep",

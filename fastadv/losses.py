@@ -101,7 +101,7 @@ class KL:
 
     Attributes:
         estimator: "k1": l; "abs": |l|; "k2": l^2 / 2; "k3": exp(-l) - 1 + l (Schulman 2020), continued by its tangent
-            beyond |l| = 80; "low_var_kl": k3 with l cut to +-20 and the value to 10, verl's and Miles' form.
+            beyond |l| = 40; "low_var_kl": k3 with l cut to +-20 and the value to 10, verl's and Miles' form.
         coef: what the penalty is multiplied by.
         gradient: "own", the estimator's; "straight-through", the estimator's value with k2's gradient (verl's "+");
             "unbiased", the estimator times the ratio to the old policy, through which gradient flows too

@@ -1,7 +1,8 @@
 """Public bug reports as tests, each under its id in data/reports.json; inputs and right answers are read from there.
 
-Ids without a test here belong to ops that do not exist yet (corrections, KL, sequence ratios, log-probs, whitening,
-norms); test_packaging.py has B40.
+Reports about losses, log-probs and hidden states are in test_reports_losses.py, test_reports_log_probs.py and
+test_reports_linear.py, B40 in test_packaging.py. B08 and B37 belong to ops that do not exist yet (estimators,
+whitening).
 """
 
 from __future__ import annotations
@@ -209,23 +210,3 @@ def test_b24_two_ranks(backend: str) -> None:
                        backend=backend).loss.backward()  # fmt: skip
         gradients.append(float(w.grad))
     assert sum(gradients) / 2 == pytest.approx(expected["case2"]["grad_w"], abs=1e-6)
-
-
-@ON
-@pytest.mark.parametrize("mode", fa.losses.AGGREGATIONS)
-@pytest.mark.parametrize("loss", fa.losses.LOSSES)
-@pytest.mark.parametrize("tokens", REPORTS["B26"]["input"]["batch_num_tokens"])
-def test_b26_a_batch_without_a_valid_token(mode: str, loss: str, tokens: float | None, backend: str) -> None:
-    given, expected = case("B26")
-    log_probs = numbers(given["logp"]).requires_grad_()
-    advantages, mask = numbers(given["advantages"]), torch.tensor(given["mask"])
-    config = fa.LossConfig(loss, loss_agg_mode=mode, horizon=2.0)
-    denominator = None if tokens is None else fa.Denominators(tokens=tokens, sequences=0.0, candidates=0.0)
-    out = fa.policy_loss(
-        log_probs, log_probs.detach(), advantages, mask, config=config, denominator=denominator, backend=backend
-    )
-    assert out.loss.requires_grad
-    assert out.loss.item() == expected["loss"]
-    assert all(float(value) == expected["metrics"] for value in out.metrics.values())
-    out.loss.backward()
-    close(log_probs.grad, expected["grad"], 0.0)

@@ -209,9 +209,7 @@ def scale(
     by_row = config.loss_agg_mode == "seq-mean-token-mean"
     if row_tokens is not None:
         if not by_row:
-            raise ValueError(
-                f"{op}: row_tokens is given, but loss_agg_mode {config.loss_agg_mode!r} does not divide by it"
-            )
+            raise ValueError(f"{op}: row_tokens is given, but loss_agg_mode {config.loss_agg_mode!r} ignores it")
         validation.tensor(
             op, "row_tokens", row_tokens, shape=(rows.count,), dtypes=validation.INTEGERS, device=mask.device
         )

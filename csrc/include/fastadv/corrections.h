@@ -71,9 +71,9 @@ FASTADV_INLINE KlTerm<F> kl_estimate(F l, Kl kind) {
   if (kind == Kl::kK1) return {l, one};
   if (kind == Kl::kAbs) return {select(l < zero, -l, l), select(l < zero, F(-1.0f), select(l > zero, one, l))};
   if (kind == Kl::kK2) return {half * l * l, l};
-  // e^-l - 1 + l. K3 goes on by its tangent beyond |l| = 80, where float32's exp ends; the low-variance form cuts l at 20 and
-  // the value at 10.
-  const F bound(kind == Kl::kK3 ? 80.0f : 20.0f);
+  // e^-l - 1 + l. K3 goes on by its tangent beyond |l| = 40, finite for any l; the low-variance form cuts l at 20 and the
+  // value at 10.
+  const F bound(kind == Kl::kK3 ? 40.0f : 20.0f);
   const F cut = clamp(l, -bound, bound);
   const F e = exp_bounded(-cut);
   // Where l is small the terms cancel (at l = 0.01 a thousandth of the value would be rounding): the series instead.

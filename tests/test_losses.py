@@ -1,0 +1,494 @@
+"""Known values of every loss, presets, rollouts' ratios, corrections, KL and entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from draws import BACKENDS, Shape
+from torch import Tensor
+
+import fastadv as fa
+from fastadv.losses import LOSSES, NATIVE_LOSSES, PRESETS
+
+ON = pytest.mark.parametrize("backend", BACKENDS)
+
+# Per-token loss and gradient at ratios .5, 1, 1.5, 4 with advantages +1 and -1: log_prob = ln r - 2, old = -2, a token
+# a rollout. The numbers were computed in float64 from the papers' formulas and checked against TRL, verl and ROLL.
+KNOWN = {
+    "reinforce": [
+        (2.6931, -1), (-2.6931, 1), (2, -1), (-2, 1), (1.5945, -1), (-1.5945, 1), (0.6137, -1), (-0.6137, 1),
+    ],
+    "ppo": [(-0.5, -0.5), (0.8, 0), (-1, -1), (1, 1), (-1.2, 0), (1.5, 1.5), (-1.2, 0), (4, 4)],
+    "dapo": [(-0.5, -0.5), (0.8, 0), (-1, -1), (1, 1), (-1.28, 0), (1.5, 1.5), (-1.28, 0), (4, 4)],
+    "ppo/verl": [(-0.5, -0.5), (0.8, 0), (-1, -1), (1, 1), (-1.2, 0), (1.5, 1.5), (-1.2, 0), (3, 0)],
+    "delta": [(-0.5, -0.5), (0.8, 0), (-1, -1), (1, 1), (-1.2, 0), (1.3, 0), (-1.2, 0), (1.3, 0)],
+    "cispo/trl": [
+        (1.3466, -0.5), (-1.3466, 0.5), (2, -1), (-2, 1), (2.3918, -1.5), (-2.3918, 1.5), (2.4548, -4), (-2.4548, 4),
+    ],
+    "cispo/verl": [
+        (2.1545, -0.8), (-2.1545, 0.8), (2, -1), (-2, 1), (1.9134, -1.2), (-1.9134, 1.2), (0.7364, -1.2),
+        (-0.7364, 1.2),
+    ],
+    "tis/roll": [
+        (1.3466, -0.5), (-1.3466, 0.5), (2, -1), (-2, 1), (1.5945, -1), (-1.5945, 1), (0.6137, -1), (-0.6137, 1),
+    ],
+    "sapo": [
+        (-1.5102, -0.4700), (1.4159, 0.4671), (-2, -1), (1.9048, 1), (-2.4898, -1.4100), (2.3936, 1.4012),
+        (-3.8103, -0.7228), (3.6530, 0.6304),
+    ],
+    "vespo": [
+        (3.0175, -1.1204), (-0.9151, 0.3398), (2, -1), (-2, 1), (0.8005, -0.5020), (-1.9798, 1.2416),
+        (0.0012, -0.0020), (-0.0974, 0.1586),
+    ],
+}  # fmt: skip
+SAME_AS_PPO = ("grpo", "bnpo", "dr_grpo")  # token by token; they differ in what they divide by
+CONFIGS = {name: PRESETS[name] for name in KNOWN if name != "delta"} | {"delta": fa.LossConfig(delta=1.3)}
+CONFIGS |= {name: PRESETS[name] for name in SAME_AS_PPO}
+RATIOS = torch.tensor([0.5, 0.5, 1, 1, 1.5, 1.5, 4, 4], dtype=torch.float64)
+SIGNS = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
+
+
+def has_kernel(config: fa.LossConfig, backend: str) -> bool:
+    return backend == "reference" or config.loss in NATIVE_LOSSES
+
+
+def run(
+    config: Any, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None = None, **given: Any
+) -> Any:
+    """(output, gradient) of a loss."""
+    leaf = log_probs.clone().requires_grad_()
+    mask = torch.ones_like(log_probs) if mask is None else mask
+    out = fa.policy_loss(leaf, old, advantages, mask, config=config, **given)
+    out.loss.sum().backward()
+    return out, leaf.grad
+
+
+@ON
+@pytest.mark.parametrize("name", CONFIGS)
+def test_known_values(name: str, backend: str) -> None:
+    config = CONFIGS[name]
+    if not has_kernel(config, backend):
+        pytest.skip(f"the {config.loss!r} loss has no kernel")
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    log_probs = (RATIOS.log() - 2).to(dtype)
+    out, gradient = run(
+        config, log_probs, torch.full_like(log_probs, -2.0), SIGNS.to(dtype), cu_seqlens=torch.arange(9),
+        reduction="none", backend=backend,
+    )  # fmt: skip
+    expected = torch.tensor(KNOWN["ppo" if name in SAME_AS_PPO else name], dtype=dtype)
+    torch.testing.assert_close(out.loss.detach(), expected[:, 0], rtol=0, atol=5e-5)
+    torch.testing.assert_close(gradient, expected[:, 1], rtol=0, atol=5e-5)
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_every_loss_has_a_preset_and_every_preset_runs() -> None:
+    assert {config.loss for config in PRESETS.values()} == set(LOSSES)
+    d = Shape().draw()
+    log_probs, old = -d.uniform(*d.tokens), -d.uniform(*d.tokens)
+    step = fa.denominators(d.mask, d.cu_seqlens, horizon=50)
+    for name, config in PRESETS.items():
+        picked = d.mask & (log_probs < -0.9) if config.loss in ("clip_cov", "kl_cov") else None
+        out, gradient = run(
+            name, log_probs, old, d.normal(d.rows).repeat_interleave(d.cu_seqlens.diff()), d.mask,
+            cu_seqlens=d.cu_seqlens, denominator=step, selected=picked,
+        )  # fmt: skip
+        assert out.loss.isfinite(), name
+        assert gradient.abs().sum() > 0, name
+        assert gradient[~d.mask].abs().sum() == 0, name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "pop"}, "loss is 'pop'; it must be one of 'reinforce', 'ppo', 'cispo'"),
+        (
+            {"loss": "reinforce", "clip_low": 0.3},
+            "clip_low is an option of 'ppo', 'cispo', .*'reinforce' loss ignores it",
+        ),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip is an option of 'ppo', 'gspo'"),
+        ({"loss": "ppo", "tau_pos": 2.0}, "tau_pos is an option of 'sapo'"),
+        ({"loss": "ppo", "sequence_gradient": "mean"}, "sequence_gradient is an option of 'gspo'"),
+        ({"sequence_gradient": "sum"}, "sequence_gradient is 'sum'; it must be one of 'straight-through', 'mean'"),
+        ({"delta": 0.9}, "delta is 0.9; it must be above 1"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be above 1"),
+        ({"clip_high": 1e39}, "clip_high is 1e.39; it must be finite"),
+        ({"clip_low": float("nan")}, "clip_low is nan"),
+        ({"loss": "clip_cov", "cov_fraction": 0.0}, "cov_fraction is 0.0"),
+        ({"loss": "gmpo"}, "'gmpo' is a mean over rollouts; set loss_agg_mode='seq-mean-token-mean'"),
+        ({"correction": (fa.Correction(), fa.Correction("mis"))}, "two of level 'token'"),
+        (
+            {"correction": (fa.Correction(), fa.Correction(level="sequence", missing="exclude"))},
+            "treat missing log-probs differently",
+        ),
+        ({"loss": "vespo", "correction": fa.Correction(level="sequence")}, "'vespo' weighs whole rollouts itself"),
+    ],
+)
+def test_options_that_are_unknown_or_contradict(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fa.LossConfig(**options)
+
+
+def test_options_of_the_wrong_type() -> None:
+    with pytest.raises(TypeError, match=r"clip_low is '0\.2'; pass a number"):
+        fa.LossConfig(clip_low="0.2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="correction holds a str"):
+        fa.LossConfig(correction="tis")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="kl is a str"):
+        fa.LossConfig(kl="k3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'clip_hgih' is no option; the options are loss, clip_low"):
+        fa.LossConfig().but(clip_hgih=0.3)
+    with pytest.raises(ValueError, match="kind is 'tos'; it must be one of 'tis', 'mis', 'reject'"):
+        fa.Correction("tos")
+    with pytest.raises(ValueError, match=r"low is 1\.5; it must be in \[0, 1\], so that a ratio of 1 is inside"):
+        fa.Correction(low=1.5)
+    with pytest.raises(ValueError, match="estimator is 'k4'"):
+        fa.KL("k4")
+
+
+ONES = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": fa.LossConfig(correction=fa.Correction())}, "rollout_log_probs is None; a correction needs it"),
+        ({"rollout_log_probs": ONES}, "rollout_log_probs is given, but nothing reads it; a correction would"),
+        ({"config": fa.LossConfig(kl=fa.KL())}, "ref_log_probs is None; a KL penalty needs it"),
+        ({"ref_log_probs": ONES}, "ref_log_probs is given, but nothing reads it"),
+        ({"config": fa.LossConfig(entropy_coef=0.1)}, "entropy is None; a non-zero entropy_coef needs it"),
+        ({"entropy": ONES}, "entropy is given, but nothing reads it"),
+        ({"entropy": ONES[:2], "config": fa.LossConfig(entropy_coef=0.1)}, r"entropy has shape \[2\]; expected \[3\]"),
+        ({"selected": ONES.bool()}, "selected is given, but the 'ppo' loss selects nothing"),
+        ({"config": "clip_cov", "denominator": 3.0}, "picks tokens out of the whole step"),
+        ({"config": "gmpo", "is_weights": ONES}, "'gmpo' has one term a rollout"),
+        ({"row_tokens": torch.tensor([3])}, "row_tokens is given, but loss_agg_mode 'token-mean' ignores it"),
+        ({"is_weights": ONES.clone().requires_grad_()}, "is_weights requires grad"),
+        ({"denominator": torch.tensor(3.0, requires_grad=True)}, "denominator requires grad"),
+    ],
+)
+def test_arguments_that_are_missing_or_ignored(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fa.policy_loss(-ONES, -ONES, ONES, ONES, **given)
+
+
+def test_a_loss_without_a_kernel_says_so() -> None:
+    for name in ("vespo", "gmpo", "clip_cov", "kl_cov"):
+        fa.policy_loss(-ONES, -ONES, ONES, ONES, config=name)
+        assert fa.last_backend() == "reference"
+        with pytest.raises(
+            fa.BackendUnavailableError, match=f"no kernel for the '{name}' loss; use backend='reference'"
+        ):
+            fa.policy_loss(-ONES, -ONES, ONES, ONES, config=name, backend="cpu")
+
+
+# ---- rollouts' ratios ------------------------------------------------------------------------------------------------
+
+
+def rollouts(seed: int = 0) -> dict[str, Tensor]:
+    d = Shape(lengths=(40, 1, 0, 17), seed=seed).draw()
+    log_probs = -d.uniform(*d.tokens)
+    return {
+        "log_probs": log_probs,
+        "old": log_probs + 0.2 * d.normal(*d.tokens),
+        "mask": d.mask,
+        "cu_seqlens": d.cu_seqlens,
+        "advantages": d.normal(d.rows),
+        "per token": d.normal(*d.tokens),
+    }
+
+
+@ON
+def test_gspo_of_both_owners_agree_where_the_advantage_is_constant(backend: str) -> None:
+    b = rollouts()
+    free = {"clip_low": 0.05, "clip_high": 0.05, "denominator": "candidates"}
+    verl, trl = (PRESETS[name].but(**free) for name in ("gspo/verl", "gspo/trl"))
+    given = {"cu_seqlens": b["cu_seqlens"], "backend": backend}
+    one = run(verl, b["log_probs"], b["old"], b["advantages"], b["mask"], **given)
+    other = run(trl, b["log_probs"], b["old"], b["advantages"], b["mask"], **given)
+    torch.testing.assert_close(one[0].loss, other[0].loss)
+    torch.testing.assert_close(one[1], other[1])
+    one = run(verl, b["log_probs"], b["old"], b["per token"], b["mask"], **given)
+    other = run(trl, b["log_probs"], b["old"], b["per token"], b["mask"], **given)
+    torch.testing.assert_close(one[0].loss, other[0].loss)
+    assert not torch.allclose(one[1], other[1])
+    rows = torch.repeat_interleave(torch.arange(4), b["cu_seqlens"].diff())
+    for row in (0, 3):  # TRL's gradient is the same at all tokens of a rollout, and sums to verl's
+        mine = (rows == row) & b["mask"]
+        assert other[1][mine].unique().numel() == 1
+        torch.testing.assert_close(other[1][mine].sum(), one[1][mine].sum())
+
+
+@ON
+def test_parts_of_a_rollout_take_the_reduced_log_ratio(backend: str) -> None:
+    """Context parallel: two calls with halves of every rollout add up to the one with all of it."""
+    b = rollouts(1)
+    cu, mask = b["cu_seqlens"], b["mask"]
+    config = PRESETS["gspo/verl"].but(
+        clip_low=0.1, clip_high=0.1, correction=fa.Correction("tis", "sequence", 0.5, 1.5)
+    )
+    rollout = b["old"] + 0.05
+    given = {"config": config, "cu_seqlens": cu, "backend": backend, "rollout_log_probs": rollout}
+    step = fa.denominators(mask, cu)
+    whole = run(config, b["log_probs"], b["old"], b["advantages"], mask, denominator=step, **{
+        k: v for k, v in given.items() if k != "config"})  # fmt: skip
+    policy = fa.sequence_log_ratios(b["log_probs"], b["old"], mask, cu, backend=backend)
+    sampler = fa.sequence_log_ratios(b["old"], rollout, mask, cu, missing="skip", backend=backend)
+    first = torch.cat([torch.arange(n) < n // 2 for n in cu.diff().tolist()])
+    losses, gradients = [], torch.zeros_like(b["log_probs"])
+    for part in (first, ~first):
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), part.long().cumsum(0)])[cu]
+        out, gradient = run(
+            config, b["log_probs"][part], b["old"][part], b["advantages"], mask[part], cu_seqlens=ends, backend=backend,
+            denominator=step, sequence_log_ratios=policy, rollout_log_ratios=sampler, row_tokens=policy.tokens,
+        )  # fmt: skip
+        losses.append(out.loss)
+        gradients[part] = gradient
+    torch.testing.assert_close(sum(losses), whole[0].loss)
+    torch.testing.assert_close(gradients, whole[1])
+    with pytest.raises(ValueError, match="sequence_gradient='mean' needs all of a rollout's tokens"):
+        fa.policy_loss(
+            b["log_probs"], b["old"], b["advantages"], mask, config="gspo/trl", cu_seqlens=cu,
+            sequence_log_ratios=policy,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="the 'ppo' loss has a ratio per token"):
+        fa.policy_loss(b["log_probs"], b["old"], b["advantages"], mask, cu_seqlens=cu, sequence_log_ratios=policy)
+
+
+@ON
+def test_sequence_log_ratios(backend: str) -> None:
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, math.nan, -5.0], [0.0, 0.0, 0.0]])
+    old = torch.tensor([[-1.5, math.nan, -1.0], [-2.0, -1.0, -4.0], [1.0, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
+    skipped = fa.sequence_log_ratios(log_probs, old, mask, missing="skip", backend=backend)
+    assert skipped.sum.tolist() == [-1.5, 0.0, 0.0]
+    assert skipped.minimum.tolist() == [-2.0, -1.0, 0.0]
+    assert (skipped.tokens.tolist(), skipped.missing.tolist()) == ([3, 2, 0], [1, 0, 0])
+    assert skipped.mean().tolist() == [-0.5, 0.0, 0.0]
+    visible = fa.sequence_log_ratios(log_probs, old, mask, backend=backend)
+    assert visible.sum.isnan().tolist() == [True, False, False]
+
+
+# ---- corrections -----------------------------------------------------------------------------------------------------
+
+
+def weight_of(correction: Any, old: Tensor, rollout: Tensor, backend: str, **given: Any) -> Tensor:
+    """Weights as they multiply reinforce: log-prob 1 and advantage -1 make the token loss the weight itself."""
+    config = fa.LossConfig("reinforce", correction=correction)
+    ones = torch.ones_like(old)
+    out = fa.policy_loss(
+        ones, old, -ones, ones, config=config, rollout_log_probs=rollout, reduction="none", backend=backend, **given
+    )
+    return out.loss
+
+
+LOG_RATIO = torch.tensor([[-2.0, 0.0, 0.5], [0.3, 0.3, 0.3], [200.0, 0.0, 0.0]])
+
+
+@ON
+def test_corrections_of_every_kind_and_level(backend: str) -> None:
+    old = torch.full((3, 3), -1.0)
+    rollout = old - LOG_RATIO
+    e = math.exp
+    by_token = {
+        "tis": [[0.5, 1, e(0.5)], [e(0.3)] * 3, [2.0, 1, 1]],
+        "mis": [[0, 1, e(0.5)], [e(0.3)] * 3, [0, 1, 1]],
+        "reject": [[0, 1, 1], [1, 1, 1], [0, 1, 1]],
+    }
+    by_row = {
+        ("tis", "sequence"): [0.5, 2.0, 2.0],
+        ("mis", "sequence"): [0, 0, 0],
+        ("mis", "geometric"): [e(-0.5), e(0.3), 0],
+        ("tis", "geometric"): [e(-0.5), e(0.3), 2.0],
+        ("reject", "geometric"): [1, 1, 0],
+    }
+    for kind, expected in by_token.items():
+        weight = weight_of(fa.Correction(kind, low=0.5), old, rollout, backend)
+        torch.testing.assert_close(weight, torch.tensor(expected).float(), msg=kind)
+    for (kind, level), rows in by_row.items():
+        weight = weight_of(fa.Correction(kind, level, low=0.5), old, rollout, backend)
+        torch.testing.assert_close(weight, torch.tensor(rows)[:, None].expand(3, 3).float(), msg=f"{kind} {level}")
+
+
+@ON
+def test_corrections_multiply_and_a_veto_rejects_the_rollout(backend: str) -> None:
+    old = torch.full((3, 3), -1.0)
+    rollout = old - LOG_RATIO
+    both = (fa.Correction("reject", "geometric", 0.5, 2.0), fa.Correction("tis", high=1.5))  # NeMo-RL's seq-mask-tis
+    expected = torch.tensor([[math.exp(-2), 1, 1.5], [math.exp(0.3)] * 3, [0.0, 0, 0]])
+    torch.testing.assert_close(weight_of(both, old, rollout, backend), expected)
+    vetoed = weight_of(fa.Correction("tis", high=1.5, veto=0.2), old, rollout, backend)
+    torch.testing.assert_close(vetoed, torch.tensor([[0.0] * 3, [math.exp(0.3)] * 3, [1.5, 1, 1]]))
+    config = fa.LossConfig(correction=fa.Correction("mis", "geometric", 0.5, 2.0, veto=0.2))
+    out = fa.policy_loss(old, old, torch.ones(3), torch.ones(3, 3), config=config, rollout_log_probs=rollout,
+                         backend=backend)  # fmt: skip
+    assert out.metrics["is_row_rejected_fraction"] == pytest.approx(1 / 3)
+    assert out.metrics["is_veto_fraction"] == pytest.approx(1 / 3)
+    assert out.metrics["is_rejected_fraction"] == pytest.approx(2 / 3)
+    assert out.metrics["is_weight_mean"] == pytest.approx(math.exp(0.3) / 3)
+
+
+@ON
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_missing_sampler_log_probs(level: str, backend: str) -> None:
+    old = torch.tensor([[-1.0, -1.0, -1.0]])
+    rollout = torch.tensor([[-1.2, math.nan, -1.4]])
+    present = {
+        "token": [math.exp(0.2), 1.0, math.exp(0.4)],
+        "sequence": [math.exp(0.6)] * 3,
+        "geometric": [math.exp(0.3)] * 3,
+    }
+    neutral = weight_of(fa.Correction("tis", level, high=5.0), old, rollout, backend)
+    torch.testing.assert_close(neutral, torch.tensor([present[level]]))
+    excluded = weight_of(fa.Correction("tis", level, high=5.0, missing="exclude"), old, rollout, backend)
+    torch.testing.assert_close(excluded, torch.tensor([present[level]]) * torch.tensor([1.0, 0.0, 1.0]))
+    config = fa.LossConfig(correction=fa.Correction("tis", level))
+    out = fa.policy_loss(old, old, -old, torch.ones(1, 3), config=config, rollout_log_probs=rollout, backend=backend)
+    assert out.metrics["is_missing_fraction"] == pytest.approx(1 / 3)
+
+
+@ON
+def test_a_correction_touches_the_policy_term_only(backend: str) -> None:
+    """KL and entropy of a rejected token stay; denominators too; the loss weight multiplies all."""
+    log_probs, ref, entropy = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.tensor([0.7, 0.9])
+    rollout = torch.tensor([-1.0, 5.0])  # the second ratio is e^-7
+    config = fa.LossConfig("reinforce", correction=fa.Correction("mis", low=0.5), kl=fa.KL("k1", 2.0), entropy_coef=0.1)
+    leaf, entropy = log_probs.clone().requires_grad_(), entropy.requires_grad_()
+    given = {"ref_log_probs": ref, "rollout_log_probs": rollout, "entropy": entropy, "config": config}
+    out = fa.policy_loss(leaf, log_probs, torch.tensor([3.0, 4.0]), torch.ones(2), weights=torch.tensor([0.5, 0.25]),
+                         backend=backend, **given)  # fmt: skip
+    out.loss.backward()
+    terms = [0.5 * (3.0 + 2 * 0.5 - 0.1 * 0.7), 0.25 * (0.0 + 2 * -1.0 - 0.1 * 0.9)]
+    assert out.loss.item() == pytest.approx(sum(terms) / 2)
+    assert leaf.grad.tolist() == pytest.approx([0.5 * (-3 + 2) / 2, 0.25 * 2 / 2])
+    assert entropy.grad.tolist() == pytest.approx([-0.1 * 0.5 / 2, -0.1 * 0.25 / 2])
+    assert out.metrics["policy_loss"] == pytest.approx(0.5 * 3.0 / 2)
+    assert out.metrics["kl"] == pytest.approx((0.5 - 1.0) / 2)
+    assert out.metrics["entropy"] == pytest.approx(0.8)
+
+
+# ---- KL --------------------------------------------------------------------------------------------------------------
+
+L = torch.tensor([-1000.0, -21.0, -3.0, -0.3, -1e-3, 0.0, 1e-3, 0.4, 3.0, 21.0, 1000.0])
+
+
+def kl_of(kl: fa.KL, backend: str, log_ratio: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Value and gradient of the penalty alone: advantages are 0."""
+    log_probs = L - 5.0
+    old = log_probs if log_ratio is None else log_probs - log_ratio
+    out, gradient = run(
+        fa.LossConfig(kl=kl), log_probs, old, torch.zeros_like(L), ref_log_probs=torch.full_like(L, -5.0),
+        reduction="none", backend=backend,
+    )  # fmt: skip
+    return out.loss.detach(), gradient
+
+
+@ON
+def test_kl_estimators(backend: str) -> None:
+    exact = (L - 5.0).double() + 5.0
+    values = {
+        "k1": (exact, torch.ones_like(exact)),
+        "abs": (exact.abs(), exact.sign()),
+        "k2": (exact**2 / 2, exact),
+        "low_var_kl": (
+            (exact.clamp(-20, 20).neg().expm1() + exact.clamp(-20, 20)).clamp(max=10),
+            torch.where((exact.abs() > 20) | (exact.neg().expm1() + exact > 10), 0.0, -exact.neg().expm1()),
+        ),
+    }
+    for estimator, (value, gradient) in values.items():
+        got = kl_of(fa.KL(estimator, 1.0), backend)
+        torch.testing.assert_close(got[0].double(), value, rtol=2e-6, atol=1e-9, msg=estimator)
+        torch.testing.assert_close(got[1].double(), gradient, rtol=2e-6, atol=1e-7, msg=estimator)
+        straight = kl_of(fa.KL(estimator, 1.0, "straight-through"), backend)
+        torch.testing.assert_close(straight[0].double(), value, rtol=2e-6, atol=1e-9, msg=estimator)
+        torch.testing.assert_close(straight[1].double(), exact, rtol=2e-6, atol=1e-7, msg=estimator)
+
+
+@ON
+def test_k3_is_finite_everywhere_and_exact_in_between(backend: str) -> None:
+    value, gradient = kl_of(fa.KL("k3", 1.0), backend)
+    exact = (L - 5.0).double() + 5.0
+    inside = exact.abs() <= 40
+    torch.testing.assert_close(value[inside].double(), (exact.neg().expm1() + exact)[inside], rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(gradient[inside].double(), -exact.neg().expm1()[inside], rtol=1e-4, atol=1e-7)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+    assert gradient[0] < 0 < gradient[-1]  # it points back to the reference
+    assert value[-1] == pytest.approx(999.0)
+
+
+def test_the_cpu_kernel_keeps_the_digits_of_a_small_kl() -> None:
+    """e^-l - 1 + l cancels where l is small; there the kernel takes the series."""
+    small = torch.logspace(-4, math.log10(0.6), 300)
+    for sign in (1, -1):
+        log_probs = sign * small
+        zeros = torch.zeros_like(small)
+        out = fa.policy_loss(log_probs, log_probs, zeros, zeros + 1, config=fa.LossConfig(kl=fa.KL("k3", 1.0)),
+                             ref_log_probs=zeros, reduction="none", backend="cpu")  # fmt: skip
+        l = log_probs.double()
+        exact = l**2 / 2 - l**3 / 6 + l**4 / 24 - l**5 / 120 + l**6 / 720 - l**7 / 5040 + l**8 / 40320 - l**9 / 362880
+        torch.testing.assert_close(out.loss.double(), exact, rtol=1e-6, atol=0)
+
+
+@ON
+def test_the_unbiased_form_multiplies_by_the_ratio_and_differentiates_it(backend: str) -> None:
+    log_ratio = torch.full_like(L, 0.3)
+    for estimator in ("k1", "k2", "low_var_kl"):
+        own = kl_of(fa.KL(estimator, 1.0), backend)
+        value, gradient = kl_of(fa.KL(estimator, 1.0, "unbiased"), backend, log_ratio)
+        ratio = math.exp(0.3)
+        torch.testing.assert_close(value, own[0] * ratio, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, (own[0] + own[1]) * ratio, rtol=1e-4, atol=1e-6)
+
+
+# ---- covariance losses -----------------------------------------------------------------------------------------------
+
+
+def test_covariance_selection() -> None:
+    d = Shape(lengths=(400, 300), seed=4, density=0.8).draw()
+    log_probs, old, advantages = -d.uniform(*d.tokens), -d.uniform(*d.tokens), 3 * d.normal(*d.tokens)
+    on = d.mask
+    covariance = (advantages - advantages[on].mean()) * (log_probs - log_probs[on].mean())
+    config = fa.LossConfig("kl_cov", cov_fraction=0.05)
+    picked = fa.covariance_selection(log_probs, old, advantages, on, config=config)
+    count = int(int(on.sum()) * 0.05)
+    assert torch.equal(picked, on & (covariance >= covariance[on].topk(count).values[-1]))
+
+    config = fa.LossConfig("clip_cov", cov_fraction=0.05, cov_low=0.3, cov_high=2.0)
+    picked = fa.covariance_selection(log_probs, old, advantages, on, config=config)
+    ratio = (log_probs - old).exp()
+    clipped = -advantages * ratio.clamp(0.8, 1.2) > -advantages * ratio
+    allowed = on & ~clipped & (covariance > 0.3) & (covariance < 2.0)
+    assert int(picked.sum()) == count < int(allowed.sum())
+    assert not (picked & ~allowed).any()
+    other = fa.covariance_selection(log_probs, old, advantages, on, config=config.but(seed=1))
+    assert not torch.equal(picked, other)
+    few = config.but(cov_fraction=1.0)
+    assert torch.equal(fa.covariance_selection(log_probs, old, advantages, on, config=few), allowed)
+    none = fa.covariance_selection(log_probs, old, advantages, torch.zeros_like(on), config=config)
+    assert not none.any()
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_micro_batches_of_covariance_losses_take_the_steps_selection(loss: str) -> None:
+    d = Shape(lengths=(60, 80, 40), seed=5).draw()
+    log_probs, old, advantages = -d.uniform(*d.tokens), -d.uniform(*d.tokens), 3 * d.normal(*d.tokens)
+    config = fa.LossConfig(loss, cov_fraction=0.1, **({"cov_low": 0.1} if loss == "clip_cov" else {}))
+    whole = run(config, log_probs, old, advantages, d.mask, cu_seqlens=d.cu_seqlens)
+    picked = fa.covariance_selection(log_probs, old, advantages, d.mask, config=config)
+    step = fa.denominators(d.mask, d.cu_seqlens)
+    losses, gradients = [], []
+    for first, last in zip(d.cu_seqlens[:-1].tolist(), d.cu_seqlens[1:].tolist(), strict=True):
+        part = slice(first, last)
+        out, gradient = run(
+            config, log_probs[part], old[part], advantages[part], d.mask[part], denominator=step, selected=picked[part]
+        )
+        losses.append(out.loss)
+        gradients.append(gradient)
+    torch.testing.assert_close(sum(losses), whole[0].loss)
+    torch.testing.assert_close(torch.cat(gradients), whole[1])
+    assert whole[0].metrics["dual_clip_fraction"] == pytest.approx(float(picked.sum() / d.mask.sum()))
