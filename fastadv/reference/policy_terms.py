@@ -58,6 +58,10 @@ class Terms(NamedTuple):
         tokens = self.rows.sum(self.on.to(values.dtype))
         return self.rows.sum(torch.where(self.on, values, 0.0)) / tokens.clamp(min=1)
 
+    def either(self, condition: Tensor, yes: float, no: float) -> Tensor:
+        """One of two numbers at each token, in the log-probs' dtype."""
+        return torch.where(condition, torch.full_like(self.log_probs, yes), torch.full_like(self.log_probs, no))
+
     def never(self) -> Tensor:
         """False everywhere."""
         return torch.zeros_like(self.on)
@@ -100,7 +104,7 @@ def cispo(t: Terms) -> TokenTerms:
 
 def sapo(t: Terms) -> TokenTerms:
     """-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A."""
-    tau = torch.where(t.advantages > 0, t.config.tau_pos, t.config.tau_neg).to(t.advantages.dtype)
+    tau = t.either(t.advantages > 0, t.config.tau_pos, t.config.tau_neg)
     gate = torch.sigmoid(tau * (t.log_ratio().exp() - 1))
     return TokenTerms(-t.advantages * gate * (4 / tau), t.log_ratio(), t.never(), t.never(), t.saturated())
 
@@ -126,8 +130,8 @@ def vespo(t: Terms) -> TokenTerms:
     row = t.rows.sum(torch.where(t.on, steps, 0.0)) if t.row_log_ratios is None else t.row_log_ratios.to(steps.dtype)
     log_w = t.rows.spread(row).clamp(least, most)
     positive = t.advantages >= 0
-    k = torch.where(positive, t.config.gamma_pos[0], t.config.gamma_neg[0]).to(log_w.dtype)
-    rate = torch.where(positive, t.config.gamma_pos[1], t.config.gamma_neg[1]).to(log_w.dtype)
+    k = t.either(positive, t.config.gamma_pos[0], t.config.gamma_neg[0])
+    rate = t.either(positive, t.config.gamma_pos[1], t.config.gamma_neg[1])
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
     return TokenTerms(-t.advantages * phi * t.log_probs, t.log_ratio(), t.never(), t.never(), t.saturated())
 
