@@ -4,6 +4,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include "cpu/kernels.h"
@@ -24,7 +25,7 @@ TokenView token_view(const py::object& source) {
   const auto t = source.cast<py::tuple>();
   const int type = t[1].cast<int>();
   if (type < int(DType::kFloat32) || type > int(DType::kInt64)) throw std::invalid_argument("unknown element type " + std::to_string(type));
-  return {pointer<char>(t[0].cast<uintptr_t>()), DType(type), t[2].cast<int64_t>(), t[3].cast<int64_t>()};
+  return {pointer<char>(t[0].cast<uintptr_t>()), DType(type), t[2].cast<int64_t>(), t[3].cast<int64_t>(), true};
 }
 
 // (number of rows, number of tokens, width of a padded row, address of cu_seqlens or 0).
@@ -162,10 +163,10 @@ int py_policy_loss(const py::tuple& rows, const py::object& log_probs, const py:
   return s.faults;
 }
 
-// Asks for large pages under an array that is about to be written: faults for 4 KiB pages would cost more than the kernel.
+// Asks for large pages under an array that is about to be written: faults for small pages would cost more than the kernel.
 void advise_large_pages(uintptr_t address, int64_t bytes) {
 #if defined(__linux__)
-  const uintptr_t page = 4096, first = (address + page - 1) & ~(page - 1), last = (address + bytes) & ~(page - 1);
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (address + page - 1) & ~(page - 1), last = (address + bytes) & ~(page - 1);
   if (first < last) madvise(pointer<void>(first), last - first, MADV_HUGEPAGE);  // advice: nothing depends on its success
 #endif
 }

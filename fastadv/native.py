@@ -22,7 +22,8 @@ DTYPES = {
     torch.int32: 4,
     torch.int64: 5,
 }
-# Work below this many tokens is done by the calling thread: starting another costs more.
+# The least work of a thread: to start one costs some ten microseconds, which this many tokens take at a nanosecond each
+# several times over.
 TOKENS_FOR_THREADS = 65_536
 BYTES_FOR_LARGE_PAGES = 2**22
 
@@ -49,8 +50,8 @@ def module() -> ModuleType:
 
 
 def threads(tokens: int) -> int:
-    """Threads for this much work: torch's number, or one where the work is small."""
-    return torch.get_num_threads() if tokens >= TOKENS_FOR_THREADS else 1
+    """Threads for this much work: torch's number, or as many as get TOKENS_FOR_THREADS each."""
+    return max(1, min(torch.get_num_threads(), tokens // TOKENS_FOR_THREADS))
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
