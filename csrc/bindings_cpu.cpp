@@ -81,12 +81,15 @@ int py_turn_counts(const py::tuple& rows, const py::object& turn_ids, uintptr_t 
   return turn_counts(r, ids, pointer<int64_t>(counts), threads);
 }
 
-int py_segment_tokens(const py::tuple& rows, uintptr_t table, uintptr_t offsets, const py::object& turn_ids, const py::object& mask,
-                      uintptr_t tokens, int threads) {
+// `wide`: table and tokens are doubles, else floats. So too below.
+int py_segment_tokens(const py::tuple& rows, bool wide, uintptr_t table, uintptr_t offsets, const py::object& turn_ids,
+                      const py::object& mask, uintptr_t tokens, int threads) {
   const Rows r = rows_of(rows);
   const TokenView ids = token_view(turn_ids), m = token_view(mask);
   const py::gil_scoped_release release;
-  return segment_tokens(r, pointer<const float>(table), pointer<const int64_t>(offsets), ids, m, pointer<float>(tokens), threads);
+  const auto* first = pointer<const int64_t>(offsets);
+  if (wide) return segment_tokens(r, pointer<const double>(table), first, ids, m, pointer<double>(tokens), threads);
+  return segment_tokens(r, pointer<const float>(table), first, ids, m, pointer<float>(tokens), threads);
 }
 
 int py_token_counts(const py::tuple& rows, const py::object& mask, uintptr_t counts, int threads) {
@@ -112,20 +115,23 @@ void py_turn_moments(const py::tuple& groups, uintptr_t rewards, uintptr_t votes
                table, threads);
 }
 
-void py_group_advantages(const py::tuple& inputs, const py::tuple& rule, uintptr_t advantages, int threads) {
+void py_group_advantages(const py::tuple& inputs, const py::tuple& rule, bool wide, uintptr_t advantages, int threads) {
   const AdvantageInputs in = advantage_inputs(inputs);
   const AdvantageRule r = advantage_rule(rule);
   const py::gil_scoped_release release;
+  if (wide) return group_advantages(in, r, pointer<double>(advantages), threads);
   group_advantages(in, r, pointer<float>(advantages), threads);
 }
 
 void py_turn_advantages(const py::tuple& inputs, const py::tuple& rule, const py::tuple& table, uintptr_t offsets, double kappa,
-                        bool shrink_to_mean, uintptr_t segments, int threads) {
+                        bool shrink_to_mean, bool wide, uintptr_t segments, int threads) {
   const AdvantageInputs in = advantage_inputs(inputs);
   const AdvantageRule r = advantage_rule(rule);
   const TurnTable t = turn_table(table);
   const py::gil_scoped_release release;
-  turn_advantages(in, r, t, pointer<const int64_t>(offsets), kappa, shrink_to_mean, pointer<float>(segments), threads);
+  const auto* first = pointer<const int64_t>(offsets);
+  if (wide) return turn_advantages(in, r, t, first, kappa, shrink_to_mean, pointer<double>(segments), threads);
+  turn_advantages(in, r, t, first, kappa, shrink_to_mean, pointer<float>(segments), threads);
 }
 
 // Returns the faults; sums[6] gets loss, clipped, bounded, saturated, sum of -log_ratio, tokens.
