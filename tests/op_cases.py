@@ -71,8 +71,9 @@ class Case:
     """An op with a certain choice of options.
 
     make: inputs from a draw. call: outputs by name from a backend and inputs. token_inputs: per-token tensors, of
-    which nothing counts outside of inputs["mask"]. row_inputs: per-rollout tensors, of which nothing counts where
-    `silent` is True. gradient_of: the input that gradients flow to, with "loss" the output they come from.
+    which nothing counts outside of inputs["mask"], nor where "weights" are 0. row_inputs: per-rollout tensors, of which
+    nothing counts where `silent` is True. gradient_of: the input that gradients flow to, with "loss" the output they
+    come from.
     magnitude: sum of the absolute values of what "loss" is the sum of: rounding is relative to it.
     """
 
@@ -84,6 +85,16 @@ class Case:
     silent: Callable[[Inputs], Tensor] | None = None
     gradient_of: str | None = None
     magnitude: Callable[[Inputs], float] | None = None
+
+    def counts(self, inputs: Inputs, name: str) -> Tensor:
+        """Where the values of a per-token input count."""
+        on, weights = inputs["mask"], inputs.get("weights")
+        if weights is None or name == "weights":
+            return on
+        if weights.shape != on.shape:  # per rollout
+            cu_seqlens = inputs["cu_seqlens"]
+            weights = weights[:, None] if cu_seqlens is None else weights.repeat_interleave(cu_seqlens.diff())
+        return on & (weights != 0)
 
     def run(self, backend: str, inputs: Inputs) -> Outputs:
         """Outputs, and the gradient under "gradient" if there is one."""
@@ -157,6 +168,10 @@ def excluded(inputs: Inputs) -> Tensor:
     return ~inputs["include"]
 
 
+def weightless(inputs: Inputs) -> Tensor:
+    return inputs["weights"] == 0
+
+
 def with_include(make: Callable[[Draw], Inputs]) -> Callable[[Draw], Inputs]:
     return lambda d: {**make(d), "include": d.include}
 
@@ -192,6 +207,7 @@ def make_policy_loss(config: fa.LossConfig, advantages: str, extra: tuple[str, .
         }
         if "row weights" in extra:
             inputs["weights"] = d.uniform(d.rows) * (d.uniform(d.rows) < 0.8)
+            inputs["weights"][:1] = 0
         if "token weights" in extra:
             inputs["weights"] = d.normal(*d.tokens) * (d.uniform(*d.tokens) < 0.8)
         if "is_weights" in extra:
@@ -226,11 +242,14 @@ def policy_loss_case(name: str, config: fa.LossConfig, advantages: str, *extra: 
     token_inputs = ["log_probs", "old_log_probs"]
     token_inputs += ["advantages"] * (advantages == "token") + ["weights"] * ("token weights" in extra)
     token_inputs += ["is_weights"] * ("is_weights" in extra)
+    per_row = advantages == "row" and "row weights" in extra
     return Case(
         f"policy_loss[{name}]",
         make_policy_loss(config, advantages, extra),
         policy_loss(config, reduction),
         token_inputs=tuple(token_inputs),
+        row_inputs=("advantages",) if per_row else (),
+        silent=weightless if per_row else None,
         gradient_of="log_probs",
         magnitude=magnitude(config) if reduction == "loss" else None,
     )
