@@ -152,7 +152,7 @@ def finite_voters(op: str, rewards: Tensor, votes: Tensor) -> None:
 def count(owner: str, name: str, value: Any, *, least: float = 0.0, positive: bool = False) -> None:
     """Raises unless `value`, a number or a 0-d tensor whose value may be read, is finite and at least `least`, or
     positive."""
-    if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+    if isinstance(value, bool) or not isinstance(value, (Tensor, Real)):
         raise TypeError(f"{owner}: {name} is a {type(value).__name__}; pass a number or a 0-d tensor")
     if isinstance(value, Tensor):
         if value.numel() != 1:

@@ -166,7 +166,7 @@ def turn_advantages(
     validation.choice(op, "output", output, OUTPUTS)
     validation.non_negative(op, "kappa", kappa)
     rule = AdvantageRule("loo", singleton, scale, ddof, eps, eps_form)
-    index = segments(turn_ids, cu_seqlens)
+    index = segments(turn_ids, cu_seqlens, backend=backend)
     prepared = prepare(op, backend, rewards, group_ids, rule, population, include, None, statistics)
     inputs = prepared.inputs
     validation.tensor(op, "turn_ids", index.turn_ids, device=rewards.device)
