@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all replay bench profile lint format clean
+.PHONY: test test-all sanitize replay bench profile lint format clean
 
 # All checks that land a change: style, types, tests.
 test: lint
@@ -12,6 +12,20 @@ test: lint
 # The long proofs too.
 test-all: lint
 	$(BIN)/pytest -q -m "not gpu"
+
+# The op tests on kernels that check every access and every undefined operation. They are built beside the others, in
+# build/sanitize, which comes first on the path. libasan has to be loaded before Python, and libstdc++ with it. Python and
+# torch leave memory to the system when they end, so leaks are not looked for.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+OP_TESTS := $(addprefix tests/test_,$(addsuffix .py,contracts contracts_input contracts_torch conversions index_objects \
+	advantages policy_loss batch metamorphic reports))
+sanitize: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt pybind11 setuptools
+	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build --build-base build/sanitize \
+		--build-lib build/sanitize/lib
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(BIN)/pytest -q -m "not slow and not gpu" -o pythonpath="build/sanitize/lib ." $(OP_TESTS)
 
 # The main job on the committed rollouts: tables here, a page and a JSON in out/replay.
 replay: .venv/installed

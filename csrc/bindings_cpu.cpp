@@ -4,6 +4,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include "cpu/kernels.h"
@@ -24,7 +25,7 @@ TokenView token_view(const py::object& source) {
   const auto t = source.cast<py::tuple>();
   const int type = t[1].cast<int>();
   if (type < int(DType::kFloat32) || type > int(DType::kInt64)) throw std::invalid_argument("unknown element type " + std::to_string(type));
-  return {pointer<char>(t[0].cast<uintptr_t>()), DType(type), t[2].cast<int64_t>(), t[3].cast<int64_t>()};
+  return {pointer<char>(t[0].cast<uintptr_t>()), DType(type), t[2].cast<int64_t>(), t[3].cast<int64_t>(), true};
 }
 
 // (number of rows, number of tokens, width of a padded row, address of cu_seqlens or 0).
@@ -80,12 +81,15 @@ int py_turn_counts(const py::tuple& rows, const py::object& turn_ids, uintptr_t 
   return turn_counts(r, ids, pointer<int64_t>(counts), threads);
 }
 
-int py_segment_tokens(const py::tuple& rows, uintptr_t table, uintptr_t offsets, const py::object& turn_ids, const py::object& mask,
-                      uintptr_t tokens, int threads) {
+// `wide`: table and tokens are doubles, else floats. So too below.
+int py_segment_tokens(const py::tuple& rows, bool wide, uintptr_t table, uintptr_t offsets, const py::object& turn_ids,
+                      const py::object& mask, uintptr_t tokens, int threads) {
   const Rows r = rows_of(rows);
   const TokenView ids = token_view(turn_ids), m = token_view(mask);
   const py::gil_scoped_release release;
-  return segment_tokens(r, pointer<const float>(table), pointer<const int64_t>(offsets), ids, m, pointer<float>(tokens), threads);
+  const auto* first = pointer<const int64_t>(offsets);
+  if (wide) return segment_tokens(r, pointer<const double>(table), first, ids, m, pointer<double>(tokens), threads);
+  return segment_tokens(r, pointer<const float>(table), first, ids, m, pointer<float>(tokens), threads);
 }
 
 int py_token_counts(const py::tuple& rows, const py::object& mask, uintptr_t counts, int threads) {
@@ -111,20 +115,23 @@ void py_turn_moments(const py::tuple& groups, uintptr_t rewards, uintptr_t votes
                table, threads);
 }
 
-void py_group_advantages(const py::tuple& inputs, const py::tuple& rule, uintptr_t advantages, int threads) {
+void py_group_advantages(const py::tuple& inputs, const py::tuple& rule, bool wide, uintptr_t advantages, int threads) {
   const AdvantageInputs in = advantage_inputs(inputs);
   const AdvantageRule r = advantage_rule(rule);
   const py::gil_scoped_release release;
+  if (wide) return group_advantages(in, r, pointer<double>(advantages), threads);
   group_advantages(in, r, pointer<float>(advantages), threads);
 }
 
 void py_turn_advantages(const py::tuple& inputs, const py::tuple& rule, const py::tuple& table, uintptr_t offsets, double kappa,
-                        bool shrink_to_mean, uintptr_t segments, int threads) {
+                        bool shrink_to_mean, bool wide, uintptr_t segments, int threads) {
   const AdvantageInputs in = advantage_inputs(inputs);
   const AdvantageRule r = advantage_rule(rule);
   const TurnTable t = turn_table(table);
   const py::gil_scoped_release release;
-  turn_advantages(in, r, t, pointer<const int64_t>(offsets), kappa, shrink_to_mean, pointer<float>(segments), threads);
+  const auto* first = pointer<const int64_t>(offsets);
+  if (wide) return turn_advantages(in, r, t, first, kappa, shrink_to_mean, pointer<double>(segments), threads);
+  turn_advantages(in, r, t, first, kappa, shrink_to_mean, pointer<float>(segments), threads);
 }
 
 int py_sequence_log_ratios(const py::tuple& rows, const py::object& log_probs, const py::object& old_log_probs, const py::object& mask,
@@ -191,10 +198,10 @@ int py_policy_loss(const py::tuple& rows, const py::tuple& tensors, int advantag
   return policy_loss(in, rule, out, values, threads);
 }
 
-// Asks for large pages under an array that is about to be written: faults for 4 KiB pages would cost more than the kernel.
+// Asks for large pages under an array that is about to be written: faults for small pages would cost more than the kernel.
 void advise_large_pages(uintptr_t address, int64_t bytes) {
 #if defined(__linux__)
-  const uintptr_t page = 4096, first = (address + page - 1) & ~(page - 1), last = (address + bytes) & ~(page - 1);
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (address + page - 1) & ~(page - 1), last = (address + bytes) & ~(page - 1);
   if (first < last) madvise(pointer<void>(first), last - first, MADV_HUGEPAGE);  // advice: nothing depends on its success
 #endif
 }

@@ -9,10 +9,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from fastadv import native
+from fastadv import native, validation
 
 NAMES = ("reference", "cpu")
-NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # unless an op says otherwise
 _last = threading.local()
 
 
@@ -26,12 +26,19 @@ def backends() -> dict[str, str]:
 
 
 def last_backend() -> str | None:
-    """Name of the backend that ran this thread's latest op; None before the first."""
+    """Name of the backend that was chosen for this thread's latest op, which may have failed; None before the first."""
     return getattr(_last, "name", None)
 
 
-def resolve(op: str, backend: str, *tensors: Tensor | None, reference_only: str | None = None) -> str:
-    """Name of the backend that runs `op` on these tensors (the floating ones decide the dtype).
+def resolve(
+    op: str,
+    backend: str,
+    *tensors: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = NATIVE_DTYPES,
+    reference_only: str | None = None,
+) -> str:
+    """Name of the backend that runs `op` on these tensors. `dtypes` are those that its kernels take where a tensor is
+    floating.
 
     "auto" is `FASTADV_BACKEND` if that is set, else the fastest that can run. A backend that was asked for and cannot
     run raises BackendUnavailableError; an unknown name raises ValueError. `reference_only` names a choice that no
@@ -41,11 +48,12 @@ def resolve(op: str, backend: str, *tensors: Tensor | None, reference_only: str 
     if asked == "auto":
         asked = os.environ.get("FASTADV_BACKEND", "auto")
     if asked == "auto":
-        name = "reference" if reference_only or _unsuited("cpu", tensors) or _missing_cpu(op) else "cpu"
+        on_reference = reference_only or _unsuited("cpu", tensors, dtypes) or _missing_cpu(op)
+        name = "reference" if on_reference else "cpu"
     else:
         if asked not in NAMES:
             raise ValueError(f"{op}: backend is {asked!r}; it must be 'auto' or one of {', '.join(map(repr, NAMES))}")
-        reason = _unsuited(asked, tensors) or _why_not(asked)
+        reason = _unsuited(asked, tensors, dtypes) or _why_not(asked)
         if reference_only and asked != "reference":
             reason = f"it has no kernel for {reference_only}; use backend='reference'"
         if reason:
@@ -55,24 +63,29 @@ def resolve(op: str, backend: str, *tensors: Tensor | None, reference_only: str 
     return name
 
 
-def _unsuited(name: str, tensors: tuple[Tensor | None, ...]) -> str | None:
+def _unsuited(name: str, tensors: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why a backend does not take these tensors."""
     if name == "reference":
         return None
+    if validation.in_transform():
+        return "torch.func's transforms (grad, vmap, jvp) do not see into its kernels; use backend='reference'"
     for t in tensors:
         if t is None:
             continue
         if t.device.type != "cpu":
             return f"it takes CPU tensors, not {t.device.type}; use backend='reference'"
-        if t.is_floating_point() and t.dtype not in NATIVE_DTYPES:
-            dtype = str(t.dtype).removeprefix("torch.")
-            return f"it takes float32, bfloat16 and float16, not {dtype}; use backend='reference'"
+        if t.is_floating_point() and t.dtype not in dtypes:
+            *names, last, given = (str(d).removeprefix("torch.") for d in (*dtypes, t.dtype))
+            return f"it takes {', '.join(names)} and {last}, not {given}; use backend='reference'"
     return None
 
 
 _load_errors: dict[str, str] = {}
 
 
+# torch.compile runs this function and the next one as they are, and keeps the answer: a graph may hold a process's
+# first op, and an import cannot be traced.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _why_not(name: str) -> str | None:
     """Why a backend cannot run on this machine at all."""
     if name == "reference":
@@ -86,6 +99,7 @@ def _why_not(name: str) -> str | None:
     return _load_errors[name] or None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _missing_cpu(op: str) -> bool:
     reason = _why_not("cpu")
     if reason and not getattr(_last, "warned", False):

@@ -24,6 +24,14 @@ class GroupIndex:
     order: Tensor  # [B] int64: rows by group, in row order within a group
     offsets: Tensor  # [G + 1] int64: group g's rows are order[offsets[g] : offsets[g + 1]]
 
+    def __post_init__(self) -> None:
+        validation.index_fields(self, "index", "order", "offsets")
+        if self.order.shape != self.index.shape or self.offsets.shape[0] < 1:
+            raise ValueError(
+                f"GroupIndex: index has shape {list(self.index.shape)}, order {list(self.order.shape)} and offsets "
+                f"{list(self.offsets.shape)}; expected [B], [B] and [G + 1]. Build it with fastadv.group_index"
+            )
+
     @property
     def num_rows(self) -> int:
         """Number of rows, B."""

@@ -22,7 +22,8 @@ DTYPES = {
     torch.int32: 4,
     torch.int64: 5,
 }
-# Work below this many tokens is done by the calling thread: starting another costs more.
+# The least work of a thread: to start one costs some ten microseconds, which this many tokens take at a nanosecond each
+# several times over.
 TOKENS_FOR_THREADS = 65_536
 BYTES_FOR_LARGE_PAGES = 2**22
 
@@ -49,8 +50,8 @@ def module() -> ModuleType:
 
 
 def threads(tokens: int) -> int:
-    """Threads for this much work: torch's number, or one where the work is small."""
-    return torch.get_num_threads() if tokens >= TOKENS_FOR_THREADS else 1
+    """Threads for this much work: torch's number, or as many as get TOKENS_FOR_THREADS each."""
+    return max(1, min(torch.get_num_threads(), tokens // TOKENS_FOR_THREADS))
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -61,25 +62,51 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return t
 
 
+def has_memory(t: Tensor) -> bool:
+    """Whether a tensor's values lie in memory of its own: not one of a class that computes them some other way."""
+    return type(t) is Tensor or type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _start(t: Tensor) -> int:
+    """Address of a tensor's first element, which a kernel may read."""
+    if not has_memory(t):
+        raise TypeError(f"a kernel cannot read a {type(t).__name__}; pass a plain tensor, or use backend='reference'")
+    if t.is_neg():
+        raise ValueError("a kernel cannot read a tensor whose sign is yet to be changed; pass t.resolve_neg()")
+    start = t.data_ptr()
+    if not start and t.numel():
+        raise TypeError("a kernel was given a tensor without memory; pass one that holds values")
+    return start
+
+
 def view(t: Tensor | None) -> View | None:
-    """A per-token tensor as the kernels take it: address, type, row stride, stride (in elements)."""
+    """A per-token tensor as the kernels take it: address, type, row stride, stride (in elements). None for none."""
     if t is None:
         return None
     strides = t.stride()
-    return (t.data_ptr(), DTYPES[t.dtype], strides[0] if len(strides) == 2 else 0, strides[-1] if strides else 1)
+    return (_start(t), DTYPES[t.dtype], strides[0] if len(strides) == 2 else 0, strides[-1] if strides else 1)
 
 
 def rows(r: Rows) -> tuple[int, int, int, int]:
     """A layout as the kernels take it: rows, tokens, width, address of cu_seqlens."""
     width = r.shape[1] if r.cu_seqlens is None else 0
-    return (r.count, r.tokens, width, 0 if r.cu_seqlens is None else r.cu_seqlens.data_ptr())
+    return (r.count, r.tokens, width, address(r.cu_seqlens))
 
 
 def address(t: Tensor | None) -> int:
-    """Address of a contiguous tensor, 0 for none."""
-    return 0 if t is None else t.data_ptr()
+    """Address of a contiguous tensor; 0 for none, or for one without elements, of which nothing is read."""
+    if t is None:
+        return 0
+    if not t.is_contiguous():
+        raise ValueError(f"a kernel was given strides {t.stride()} for shape {list(t.shape)}; pass t.contiguous()")
+    return _start(t)
 
 
 def as_mask(mask: Tensor) -> Tensor:
-    """The mask in a type that the kernels read; rare types become bool."""
-    return mask if mask.dtype in DTYPES else mask != 0
+    """The mask in a type that the kernels read; rare types become bool, or float32 where a kernel has to refuse what
+    is not whole."""
+    if mask.dtype in DTYPES:
+        return mask
+    if mask.is_floating_point():
+        return torch.where(mask.frac() == 0, (mask != 0).to(torch.float32), torch.nan)
+    return mask != 0

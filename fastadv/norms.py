@@ -24,6 +24,9 @@ def global_norm(tensors: Iterable[Tensor], *, process_group: ProcessGroup | None
 
     Returns:
         0-d float64 on the tensors' device, 0 for none.
+
+    Raises:
+        RuntimeError: tensors on several devices.
     """
     squares = [t.detach().to(torch.float64).square().sum() for t in tensors]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)

@@ -75,7 +75,9 @@ class Rows:
         return torch.repeat_interleave(per_row, self.lengths(), output_size=self.tokens)
 
     def sum(self, per_token: Tensor) -> Tensor:
-        """Sum over each row's tokens, `[B]`."""
+        """Sum over each row's tokens, `[B]`: float64 of floating values, since float32 stops counting at 2^24."""
+        if per_token.is_floating_point():
+            per_token = per_token.to(torch.float64)
         if self.cu_seqlens is None:
             return per_token.sum(-1)
         zeros = per_token.new_zeros(self.count)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from fastadv import validation
 from fastadv.rows import Rows
 
 
@@ -21,6 +23,36 @@ class Segments:
     cu_seqlens: Tensor | None  # [B + 1] int64 if packed
     offsets: Tensor  # [B + 1] int64
     count: int  # S
+
+    def __post_init__(self) -> None:
+        op = "Segments"
+        validation.tensor(op, "turn_ids", self.turn_ids, dtypes=(torch.int32, torch.int64))
+        validation.index_fields(self, "offsets", *(["cu_seqlens"] if self.cu_seqlens is not None else []))
+        packed = self.cu_seqlens is not None
+        rows = self.cu_seqlens.shape[0] - 1 if self.cu_seqlens is not None else self.turn_ids.shape[0]
+        if self.turn_ids.dim() != 2 - packed or self.offsets.shape[0] != rows + 1:
+            raise ValueError(
+                f"{op}: turn_ids has shape {list(self.turn_ids.shape)}, cu_seqlens "
+                f"{None if self.cu_seqlens is None else list(self.cu_seqlens.shape)} and offsets "
+                f"{list(self.offsets.shape)}; expected [N] with [B + 1], or [B, T] without, and [B + 1]. "
+                "Build them with fastadv.segments"
+            )
+        if validation.reads_values(self.offsets) and int(self.offsets[-1]) != self.count:
+            raise ValueError(f"{op}: count is {self.count}, but offsets end at {int(self.offsets[-1])}")
+
+    def check_layout(self, op: str, rows: Rows) -> None:
+        """Raises ValueError unless tokens divide into rollouts as these segments' do (where values may be read)."""
+        mine, other = self.cu_seqlens, rows.cu_seqlens
+        same = self.turn_ids.shape == rows.shape and self.num_rows == rows.count
+        if mine is None or other is None:
+            same = same and mine is other
+        elif same and mine is not other and validation.reads_values(mine, other):
+            same = torch.equal(mine, other)
+        if not same:
+            raise ValueError(
+                f"{op}: the segments are of {list(self.turn_ids.shape)} tokens in {self.num_rows} rollouts, which the "
+                f"other arguments ({list(rows.shape)} in {rows.count}) divide otherwise; build both from one cu_seqlens"
+            )
 
     @property
     def rows(self) -> Rows:

@@ -2,12 +2,14 @@
 
 Reading a value on a GPU would stop the host until the device has caught up, so under `checks("auto")` values are read
 on CPU tensors only, and never while `torch.compile` traces. With `checks("on")` they are read everywhere, with
-`checks("off")` nowhere; a bad value then gives NaN, never a plausible number.
+`checks("off")` nowhere; a NaN or an infinity where a finite value is due then stays visible in whatever it would have
+changed, and never becomes a plausible number.
 """
 
 from __future__ import annotations
 
 import os
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +23,7 @@ if _mode not in MODES:
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+MASKS = (torch.bool, *INTEGERS, *FLOATS)
 
 
 class checks:  # noqa: N801 - called like a function, usable as a context manager
@@ -46,9 +49,14 @@ class checks:  # noqa: N801 - called like a function, usable as a context manage
         _mode = self._before
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) runs, whose tensors have no memory."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def on_host(*tensors: Tensor | None) -> bool:
-    """Whether the values of these tensors are at hand: plain CPU tensors, and no graph is being traced."""
-    if torch.compiler.is_compiling():
+    """Whether the values of these tensors are at hand: plain CPU tensors, and nothing traces or transforms them."""
+    if torch.compiler.is_compiling() or in_transform():
         return False
     return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
 
@@ -78,6 +86,8 @@ def tensor(
     """Raises unless `value` is a tensor of this shape, one of these dtypes and on this device."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass a tensor")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} has layout {value.layout}; pass a dense tensor ({name}.to_dense())")
     if dtypes is not None and value.dtype not in dtypes:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"{op}: {name} has dtype {value.dtype}; use {allowed}")
@@ -85,6 +95,20 @@ def tensor(
         raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected {list(shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{op}: {name} is on {value.device}, the other arguments are on {device}; move it there")
+
+
+def index_fields(owner: Any, *names: str) -> None:
+    """Makes fields of a frozen index object contiguous int64 `[n]`, as the kernels read them. Raises TypeError or
+    ValueError for what is no list of integers."""
+    for name in names:
+        value = getattr(owner, name)
+        tensor(type(owner).__name__, name, value, dtypes=INTEGERS)
+        if value.dim() != 1:
+            raise ValueError(
+                f"{type(owner).__name__}: {name} has shape {list(value.shape)}; it must have one dimension"
+            )
+        if value.dtype != torch.int64 or not value.is_contiguous():
+            object.__setattr__(owner, name, value.to(torch.int64).contiguous())
 
 
 def mask_values(op: str, name: str, mask: Tensor) -> None:
@@ -122,6 +146,23 @@ def finite_voters(op: str, rewards: Tensor, votes: Tensor) -> None:
         raise ValueError(
             f"{op}: rewards[{row}] is {float(rewards[row])}; a reward that votes must be finite. Exclude the row "
             "(population='survivors' with include) or give it a reward"
+        )
+
+
+def count(owner: str, name: str, value: Any, *, least: float = 0.0, positive: bool = False) -> None:
+    """Raises unless `value`, a number or a 0-d tensor whose value may be read, is finite and at least `least`, or
+    positive."""
+    if isinstance(value, bool) or not isinstance(value, (Tensor, Real)):
+        raise TypeError(f"{owner}: {name} is a {type(value).__name__}; pass a number or a 0-d tensor")
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{owner}: {name} has shape {list(value.shape)}; pass one number")
+        if not reads_values(value):
+            return
+    number = float(value)
+    if not least <= number < float("inf") or (positive and number == 0):
+        raise ValueError(
+            f"{owner}: {name} is {number:g}; it must be finite and {'positive' if positive else f'at least {least:g}'}"
         )
 
 

@@ -71,12 +71,12 @@ class Case:
     """An op with a certain choice of options.
 
     make: inputs from a draw. call: outputs by name from a backend and inputs. token_inputs: per-token tensors, of
-    which nothing counts outside of inputs["mask"]. row_inputs: per-rollout tensors, of which nothing counts where
-    `silent` is True. gradient_of: the input that gradients flow to, with "loss" the output they come from; entropy
-    gets one too where it is there. magnitude: sum of the absolute values of what "loss" is the sum of: rounding is
-    relative to it. settle: moves inputs away from where the gradient jumps, since there another rounding is another
-    branch. stops_gradient: the gradient is not the derivative of the value, so differences cannot check it.
-    tolerance: relative, to the float64 reference.
+    which nothing counts outside of inputs["mask"], nor where "weights" are 0. row_inputs: per-rollout tensors, of which
+    nothing counts where `silent` is True. gradient_of: the input that gradients flow to, with "loss" the output they
+    come from; entropy gets one too where it is there. magnitude: sum of the absolute values of what "loss" is the sum
+    of: rounding is relative to it. settle: moves inputs away from where the gradient jumps, since there another
+    rounding is another branch. stops_gradient: the gradient is not the derivative of the value, so differences cannot
+    check it. tolerance: relative, to the float64 reference.
     """
 
     name: str
@@ -90,6 +90,16 @@ class Case:
     settle: Callable[[Inputs], Inputs] | None = None
     stops_gradient: bool = False
     tolerance: float = 2e-6
+
+    def counts(self, inputs: Inputs, name: str) -> Tensor:
+        """Where the values of a per-token input count."""
+        on, weights = inputs["mask"], inputs.get("weights")
+        if weights is None or name == "weights":
+            return on
+        if weights.shape != on.shape:  # per rollout
+            cu_seqlens = inputs["cu_seqlens"]
+            weights = weights[:, None] if cu_seqlens is None else weights.repeat_interleave(cu_seqlens.diff())
+        return on & (weights != 0)
 
     def run(self, backend: str, inputs: Inputs) -> Outputs:
         """Outputs, and the gradient under "gradient" if there is one."""

@@ -98,6 +98,7 @@ def make_policy_loss(config: fa.LossConfig, advantages: str, extra: tuple[str, .
         }
         if "row weights" in extra:
             inputs["weights"] = d.uniform(d.rows) * (d.uniform(d.rows) < 0.8)
+            inputs["weights"][:1] = 0
         if "token weights" in extra:
             inputs["weights"] = d.normal(*d.tokens) * (d.uniform(*d.tokens) < 0.8)
         if "is_weights" in extra:
@@ -112,6 +113,10 @@ def make_policy_loss(config: fa.LossConfig, advantages: str, extra: tuple[str, .
         return settled(config, inputs)
 
     return make
+
+
+def weightless(inputs: Inputs) -> Tensor:
+    return inputs["weights"] == 0
 
 
 def policy_loss(config: fa.LossConfig, reduction: str = "loss") -> Callable[..., Outputs]:
@@ -142,11 +147,14 @@ def case(name: str, config: fa.LossConfig, advantages: str, *extra: str, reducti
     token_inputs += [EXTRA[name] for name in extra if name != "row weights"]
     stops = config.loss in STOPS_GRADIENT or (config.kl is not None and config.kl.gradient == "straight-through")
     stops |= config.loss == "gspo" and config.sequence_gradient == "straight-through"
+    per_row = advantages == "row" and "row weights" in extra
     return Case(
         f"policy_loss[{name}]",
         make_policy_loss(config, advantages, extra),
         policy_loss(config, reduction),
         token_inputs=tuple(token_inputs),
+        row_inputs=("advantages",) if per_row else (),
+        silent=weightless if per_row else None,
         gradient_of="log_probs",
         magnitude=magnitude(config) if reduction == "loss" else None,
         settle=lambda inputs: settled(config, inputs),

@@ -282,11 +282,39 @@ def test_the_hash_names_the_statistics() -> None:
     assert len(hashes | {plain}) == len(changes) + 1
 
 
-def test_a_mask_cannot_change_frozen_statistics() -> None:
-    mask = torch.ones(9)
-    frozen = fa.freeze_statistics(OUTCOME, [0] * 4, turn_ids=TURNS, cu_seqlens=CU, mask=mask)
-    before = frozen.hash
-    mask.zero_()
-    again = fa.freeze_statistics(OUTCOME, [0] * 4, turn_ids=TURNS, cu_seqlens=CU, mask=torch.ones(9))
-    assert again.hash == before
-    assert float(frozen.denominators.tokens) == 9
+@ON
+def test_nothing_that_happens_to_the_inputs_changes_frozen_statistics(backend: str) -> None:
+    def frozen() -> tuple[fa.FrozenStatistics, list[Tensor]]:
+        given = [OUTCOME.double(), torch.tensor([True, True, False, True]), torch.ones(9), CU.clone(), TURNS.clone()]
+        rewards, include, mask, cu_seqlens, turn_ids = given
+        result = fa.freeze_statistics(
+            rewards, [0] * 4, include=include, turn_ids=turn_ids, cu_seqlens=cu_seqlens, mask=mask, backend=backend
+        )
+        return result, given
+
+    frozen_first, given = frozen()
+    for t in given:
+        t.zero_()
+    assert frozen_first.hash == frozen()[0].hash  # the hash is computed when it is asked for
+    assert float(frozen_first.denominators.tokens) == 9
+
+
+@ON
+@pytest.mark.parametrize("kind", ["group", "turn", "segments"])
+def test_float64_rewards_give_float64_advantages(kind: str, backend: str) -> None:
+    """The kernels compute in float64 in any case: what is asked for is only how the result is written."""
+
+    def run(rewards: Tensor, backend: str) -> Tensor:
+        options: dict[str, Any] = {"scale": "std", "backend": backend}
+        if kind == "group":
+            return fa.group_advantages(rewards, [0] * 4, **options)
+        if kind == "turn":
+            return fa.turn_advantages(rewards, [0] * 4, TURNS, CU, mask=TURNS != 1, **options)
+        return fa.turn_advantages(rewards, [0] * 4, TURNS, CU, output="segments", **options).values
+
+    rewards = torch.tensor([0.1, 0.7, 1 / 3, 0.0], dtype=torch.float64)
+    advantages = run(rewards, backend)
+    assert advantages.dtype == torch.float64
+    assert fa.last_backend() == backend
+    torch.testing.assert_close(advantages, run(rewards, "reference"), rtol=1e-14, atol=1e-15)
+    assert run(rewards.float(), backend).dtype == torch.float32

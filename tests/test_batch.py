@@ -12,6 +12,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from op_cases import NATIVE
 from torch import Tensor
 
 import fastadv as fa
@@ -300,3 +301,19 @@ def test_all_arms_share_one_hash() -> None:
     for arm in ARMS.values():
         arm.apply(batch, statistics)
     assert statistics.hash == before == freeze(batch).hash
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_arms_run_on_the_kernels(backend: str) -> None:
+    """A batch's rewards are float64, which the advantage kernels take."""
+    batch = make()
+    statistics, plain = (freeze(batch, backend=name) for name in (backend, "reference"))
+    for arm in question_one_arms():
+        result = arm.apply(batch, statistics, backend=backend)
+        assert fa.last_backend() == backend
+        expected = arm.apply(batch, plain, backend="reference")
+        torch.testing.assert_close(result.advantages.values, expected.advantages.values, rtol=1e-14, atol=1e-15)
+        assert result.advantages.values.dtype == torch.float64

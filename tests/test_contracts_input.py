@@ -142,7 +142,7 @@ BAD = [
     (loss, {"advantages": 1.0}, TypeError, r"advantages is a float"),
     (loss, {"weights": torch.ones(4)}, ValueError, r"weights has shape \[4\]"),
     (loss, {"is_weights": torch.ones(2)}, ValueError, r"is_weights has shape \[2\]"),
-    (loss, {"config": "pop"}, ValueError, r"config is 'pop'; it must be a LossConfig or one of 'ppo', 'reinforce'"),
+    (loss, {"config": "pop"}, ValueError, r"config is 'pop'; it must be a LossConfig or one of 'reinforce', 'gpg', 'ppo'"),
     (loss, {"reduction": "mean"}, ValueError, r"reduction is 'mean'; it must be one of 'loss', 'none'"),
     (loss, {"denominator": 0.0}, ValueError, r"denominator is 0.0; it must be positive"),
     (loss, {"denominator": torch.tensor(-3.0)}, ValueError, r"denominator is -3.0"),
@@ -178,8 +178,11 @@ BAD = [
 @ON
 def test_bad_input(call: Any, changes: dict[str, Any], error: type[Exception], message: str, backend: str) -> None:
     call(backend)  # the call is right without the change
+    tensors = {name: value.clone() for name, value in changes.items() if isinstance(value, Tensor)}
     with pytest.raises(error, match=message):
         call(backend, **changes)
+    for name, before in tensors.items():
+        torch.testing.assert_close(changes[name], before, rtol=0, atol=0, equal_nan=True)
 
 
 CONFIGS = [
@@ -190,7 +193,10 @@ CONFIGS = [
     ({"clip_high": -0.1}, r"clip_high is -0.1"),
     ({"clip_high": NAN}, r"clip_high is nan"),
     ({"dual_clip": 1.0}, r"dual_clip is 1.0; it must be above 1"),
-    ({"loss": "reinforce", "dual_clip": 3.0}, r"dual_clip bounds the ppo loss; loss is 'reinforce'"),
+    (
+        {"loss": "reinforce", "dual_clip": 3.0},
+        r"dual_clip is an option of 'ppo', 'gspo'; the 'reinforce' loss ignores it",
+    ),
     ({"log_ratio_bound": 100.0}, r"log_ratio_bound is 100.0"),
     ({"horizon": 0}, r"horizon is 0"),
 ]
@@ -209,16 +215,83 @@ def test_an_unknown_option_is_refused() -> None:
         loss("reference", clip_ratio=0.2)
 
 
-def test_errors_come_before_anything_is_written() -> None:
-    log_probs = LOG_PROBS.clone().requires_grad_()
-    with pytest.raises(ValueError, match="fractional"):
-        loss("cpu", log_probs=log_probs, mask=torch.tensor([1, 0.5, 0, 1, 1])).loss.backward()
-    assert log_probs.grad is None
+COUNTS = [
+    ({"tokens": NAN}, ValueError, r"tokens is nan; it must be finite and at least 0"),
+    ({"tokens": torch.tensor(-1.0)}, ValueError, r"tokens is -1; it must be finite and at least 0"),
+    ({"sequences": math.inf}, ValueError, r"sequences is inf"),
+    ({"candidates": torch.ones(2)}, ValueError, r"candidates has shape \[2\]; pass one number"),
+    ({"candidates": "3"}, TypeError, r"candidates is a str; pass a number or a 0-d tensor"),
+    ({"horizon": 0.0}, ValueError, r"horizon is 0; it must be finite and positive"),
+    ({"horizon": math.inf}, ValueError, r"horizon is inf"),
+    ({"ranks": 0}, ValueError, r"ranks is 0; it must be finite and at least 1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), COUNTS, ids=[c[2] for c in COUNTS])
+def test_bad_denominators(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    right = {"tokens": 5.0, "sequences": torch.tensor(2.0), "candidates": 0, "horizon": 7, "ranks": 2}
+    fa.Denominators(**right)
+    with pytest.raises(error, match=f"Denominators: {message}"):
+        fa.Denominators(**{**right, **fields})
+    if not isinstance(next(iter(fields.values())), (float, int)):
+        return
+    with pytest.raises(ValueError, match=r"Denominators: candidates is nan; it must be finite and positive"):
+        fa.Denominators(**right).with_candidates(NAN)
+
+
+def test_a_horizon_is_checked_before_anything_is_counted() -> None:
+    with pytest.raises(ValueError, match="denominators: horizon is inf; it must be finite and positive"):
+        fa.denominators(torch.tensor([0.5]), horizon=math.inf)
+
+
+GROUPS_OF_THREE = [0, 0, 0, 1, 1, 1]
+
+
+@ON
+@pytest.mark.parametrize("scale", ["none", "std"])
+@pytest.mark.parametrize("eps_form", ["add", "floor", "positive"])
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_without_checks_a_bad_reward_is_never_a_plausible_number(
+    scale: str, eps_form: str, eps: float, bad: float, backend: str
+) -> None:
+    clean = torch.tensor([0.5, 1.0, 0.0, 2.0, 0.0, 1.0])
+    rewards = torch.tensor([bad, *clean[1:]])
+    options: dict[str, Any] = {"scale": scale, "eps_form": eps_form, "eps": eps, "backend": backend}
+    turns = fa.segments(torch.zeros(6, 1, dtype=torch.int64))
+    with fa.checks("off"):
+        for baseline in ("mean", "loo"):
+            advantages = fa.group_advantages(rewards, GROUPS_OF_THREE, baseline=baseline, **options)
+            assert not advantages[:3].isfinite().any(), baseline
+            plain = fa.group_advantages(clean, GROUPS_OF_THREE, baseline=baseline, **options)
+            assert torch.equal(advantages[3:], plain[3:])
+        by_turn = fa.turn_advantages(rewards, GROUPS_OF_THREE, turns, **options)
+        assert not by_turn[:3].isfinite().any()
+        votes = torch.tensor([bad, 1.0, 1.0, 1.0, 1.0, 1.0])
+        assert not fa.group_advantages(clean, GROUPS_OF_THREE, votes=votes, **options)[:3].isfinite().any()
+
+
+@ON
+@pytest.mark.parametrize("eps_form", ["add", "floor", "positive"])
+def test_without_checks_a_scale_that_is_not_known_is_nan(eps_form: str, backend: str) -> None:
+    """The mean is over survivors and finite; the scale is over all, of whom one has no reward."""
+    rewards, include = torch.tensor([1.0, 0.0, NAN]), torch.tensor([True, True, False])
+    options: dict[str, Any] = {"population": "survivors", "include": include, "backend": backend}
+    with fa.checks("off"):
+        frozen = fa.freeze_statistics(rewards, [0] * 3, include=include, backend=backend)
+        options["statistics"] = frozen
+        scaled = fa.group_advantages(rewards, [0] * 3, scale="std", eps_form=eps_form, eps=0.0, **options)
+        assert scaled[:2].isnan().all()
+        assert fa.group_advantages(rewards, [0] * 3, **options).tolist() == [0.5, -0.5, 0.0]
+    # Nor does a group without a scale hide the reward of a row that does not vote.
+    votes, voterless = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, NAN])
+    flat = fa.group_advantages(voterless, [0] * 3, votes=votes, scale="std", eps=0.0, backend=backend)
+    assert flat[:2].tolist() == [0.0, 0.0]
+    assert flat[2].isnan()
 
 
 @ON
 def test_checks_can_be_turned_off(backend: str) -> None:
-    """Then a bad value gives NaN, never a plausible number."""
     with fa.checks("off"):
         assert group(backend, rewards=torch.tensor([NAN, 0.0])).isnan().all()
     with pytest.raises(ValueError, match="must be finite"):

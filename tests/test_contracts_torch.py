@@ -10,8 +10,10 @@ import torch
 from op_cases import BACKENDS, CASES, NATIVE, Case, Shape
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastadv as fa
+from fastadv import native
 
 # Index objects are built once per batch, outside of graphs: they need the number of segments on the host.
 IN_GRAPH = [case for case in CASES if case.name != "segments"]
@@ -98,3 +100,120 @@ def test_opcheck(case: Case, backend: str, monkeypatch: Any) -> None:
         warnings.simplefilter("ignore", UserWarning)
         for op, args in seen:
             torch.library.opcheck(op, args)
+
+
+# ---- tensors that are not what they seem -----------------------------------------------------------------------------
+
+
+def wrapped(value: Any) -> Any:
+    """A tensor of a class that has no memory of its own, whatever holds it."""
+    if isinstance(value, fa.SegmentTable):
+        return fa.SegmentTable(wrapped(value.values), value.segments)
+    return TwoTensor(value, value.clone()) if isinstance(value, Tensor) else value
+
+
+def unwrapped(value: Tensor) -> Tensor:
+    if not isinstance(value, TwoTensor):
+        return value
+    assert torch.equal(value.a, value.b)
+    return value.a
+
+
+ALL = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@ALL
+@ON
+def test_tensor_subclasses(case: Case, backend: str) -> None:
+    """Each argument in turn is a subclass, which the registered ops hand over to the class; then all of them."""
+    inputs = case.make(Shape().draw())
+    plain = case.run(backend, inputs)
+    tensors = [name for name, value in inputs.items() if isinstance(value, (Tensor, fa.SegmentTable))]
+    for names in (*([name] for name in tensors), tensors):
+        outputs = case.run(backend, {**inputs, **{name: wrapped(inputs[name]) for name in names}})
+        assert outputs.keys() == plain.keys()
+        for name, value in outputs.items():
+            assert torch.equal(unwrapped(value), plain[name]), (names, name)
+
+
+class Named(Tensor):
+    """A subclass that changes what functions do, and whose memory is a tensor's."""
+
+
+@ALL
+@pytest.mark.parametrize("backend", NATIVE)
+def test_subclasses_with_memory(case: Case, backend: str) -> None:
+    inputs = case.make(Shape().draw())
+    plain = case.run(backend, inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            outputs = case.run(backend, {**inputs, name: value.as_subclass(Named)})
+            for output, exact in plain.items():
+                assert torch.equal(outputs[output].as_subclass(Tensor), exact), (name, output)
+
+
+def test_kernels_read_memory_only() -> None:
+    """The last line of defence: an address is one that may be read, and nothing else stands for absence."""
+    values = torch.ones(4)
+    assert native.address(None) == 0
+    assert native.view(None) is None
+    assert native.view(torch.empty(0)) is not None
+    for take in (native.address, native.view):
+        with pytest.raises(TypeError, match="a kernel cannot read a TwoTensor; pass a plain tensor"):
+            take(TwoTensor(values, values))
+        with FakeTensorMode() as mode, pytest.raises(TypeError, match="cannot read a FakeTensor"):
+            take(mode.from_tensor(values))
+        with pytest.raises(TypeError, match="without memory"):
+            take(torch.ones(4, device="meta"))
+        with pytest.raises(ValueError, match=r"pass t.resolve_neg\(\)"):
+            take(torch._neg_view(values))
+    with pytest.raises(ValueError, match=r"pass t.contiguous\(\)"):
+        native.address(values[::2])
+
+
+@ON
+def test_tensors_without_strides_are_refused(backend: str) -> None:
+    with pytest.raises(TypeError, match=r"mask has layout torch.sparse_coo; pass a dense tensor"):
+        fa.token_counts(torch.ones(3).to_sparse(), backend=backend)
+
+
+DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.gradient_of], ids=lambda case: case.name)
+
+
+@DIFFERENTIABLE
+def test_transforms_run_on_the_reference_and_are_refused_by_kernels(case: Case) -> None:
+    inputs = case.make(Shape().draw())
+    leaf = inputs["log_probs"]
+
+    def loss(backend: str, log_probs: Tensor) -> Tensor:
+        return case.call(backend, **{**inputs, "log_probs": log_probs})["loss"].sum()
+
+    plain = case.run("reference", inputs)["gradient"]
+    for backend in ("reference", "auto"):
+        assert torch.equal(torch.func.grad(lambda x, b=backend: loss(b, x))(leaf), plain)
+        assert fa.last_backend() == "reference"
+    for backend in NATIVE:
+        with pytest.raises(fa.BackendUnavailableError, match=r"torch.func's transforms.*use backend='reference'"):
+            torch.func.grad(lambda x, b=backend: loss(b, x))(leaf)
+
+
+def test_vmap_runs_on_the_reference() -> None:
+    rewards, ids = torch.rand(5, 4), [0, 0, 1, 1]
+    many = torch.vmap(lambda r: fa.group_advantages(r, ids, scale="std"))(rewards)
+    one_by_one = [fa.group_advantages(r, ids, scale="std", backend="reference") for r in rewards]
+    assert torch.equal(many, torch.stack(one_by_one))
+
+
+@DIFFERENTIABLE
+@pytest.mark.parametrize("backend", NATIVE)
+def test_second_derivatives_of_registered_ops_are_refused(case: Case, backend: str, monkeypatch: Any) -> None:
+    """Their gradient is a kernel's: it has no graph, and says so instead of ending one."""
+    inputs = with_index_objects(case)
+    leaf = inputs["log_probs"].requires_grad_()
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)  # the registered way
+    value = case.call(backend, **inputs)["loss"].sum()
+    monkeypatch.undo()
+    (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+    torch.testing.assert_close(gradient, case.run(backend, inputs)["gradient"], rtol=1e-6, atol=1e-7)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again; use backend='reference'"):
+        gradient.sum().backward()

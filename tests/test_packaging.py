@@ -133,6 +133,39 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert python(code).stdout.strip() == "0"
 
 
+FIRST_OP = """
+import sys, warnings, torch, fastadv as fa
+warnings.simplefilter("ignore", UserWarning)
+n = 6
+leaf = -torch.rand(n, requires_grad=True)
+given = (torch.full((n,), -0.4), torch.randn(n), torch.ones(n))
+def op(x):
+    return fa.policy_loss(x, *given, denominator=1.0).loss
+assert not any(name.startswith("fastadv._cpu") for name in sys.modules)
+compiled = torch.compile(op, fullgraph=True, backend="aot_eager")(leaf)
+(gradient,) = torch.autograd.grad(compiled, leaf)
+backend = fa.last_backend()
+(expected,) = torch.autograd.grad(op(leaf), leaf)
+print(torch.allclose(gradient, expected), backend)
+"""
+
+
+def test_the_first_op_of_a_process_may_be_in_a_graph() -> None:
+    """What imports the extension cannot be traced."""
+    run = python(FIRST_OP)
+    assert run.stdout.strip() == "True cpu", run.stderr
+    broken = python(BREAK_THE_EXTENSION + FIRST_OP)
+    assert broken.stdout.strip() == "True reference", broken.stderr
+    assert "the reference backend runs instead of 'cpu'" in broken.stderr
+
+
+def test_a_thread_has_enough_to_do() -> None:
+    """A thread that gets less than it costs to start makes an op slower."""
+    torch.set_num_threads(8)
+    most = [native.threads(n * native.TOKENS_FOR_THREADS + extra) for n in (0, 1, 2, 7, 100) for extra in (0, 9)]
+    assert most == [1, 1, 1, 1, 2, 2, 7, 7, 8, 8]
+
+
 @pytest.mark.slow
 def test_install_away_from_the_source_tree(tmp_path: Path) -> None:
     """`pip install .` into another environment imports, runs an op on the compiled kernels, and has the command."""

@@ -188,7 +188,7 @@ class Accelerator:
 def trl_loss(trainer: Any, c: Case, log_probs: Tensor, advantages: Tensor, loss_type: str, **options: Any) -> Tensor:
     """`_compute_loss` of a GRPOTrainer whose model says these log-probs."""
     settings = {
-        "delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0,
+        "delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.0625, "vespo_k_pos": 2.0,
         "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "use_bias_correction_kl": False,
         "steps_per_generation": 1,
     } | {k: v for k, v in options.items() if k in ("delta", "use_bias_correction_kl")}  # fmt: skip
@@ -222,7 +222,7 @@ TRL = {
     "gspo": ("grpo", PRESETS["gspo/trl"], CLIPS | {"level": "sequence"}),
     "luspo": ("luspo", PRESETS["luspo"], CLIPS | {"level": "sequence"}),
     "cispo": ("cispo", PRESETS["cispo/trl"], {"low": 0.1, "high": 5.0}),
-    "sapo": ("sapo", PRESETS["sapo"].but(denominator="candidates"), CLIPS),
+    "sapo": ("sapo", PRESETS["sapo"].but(denominator="candidates", tau_neg=1.0625), CLIPS),  # TRL rounds tau to float32
     "vespo": ("vespo", PRESETS["vespo"], CLIPS),
 }
 

@@ -29,7 +29,7 @@ inline void validate(const AdvantageInputs& in) {
 struct RowContext {
   const AdvantageRule& rule;
   bool settled = false;  // excluded, no voter, or a singleton: the advantage is settled_value whatever the turn
-  float settled_value = 0.0f;
+  double settled_value = 0.0;
   int64_t group;
   GroupMoments mean, spread;
   double reward, left_out, vote;  // rewards shifted by the group's minimum
@@ -42,11 +42,9 @@ struct RowContext {
     left_out = vote != 0.0 ? in.left_out[row] - mean.minimum : 0.0;
     if (in.include && !in.include[row]) {
       settled = true;
-    } else if (rule.baseline == Baseline::kNone && !rule.scaled) {
-      settled = false;  // the reward itself needs no voter
-    } else if (mean.voters <= 1) {
+    } else if (mean.voters <= 1 && (rule.baseline != Baseline::kNone || rule.scaled)) {  // the reward itself needs no voter
       settled = true;
-      if (mean.voters == 1 && rule.singleton == Singleton::kRaw) settled_value = float(in.rewards[row]);
+      if (mean.voters == 1 && rule.singleton == Singleton::kRaw) settled_value = in.rewards[row];
     }
   }
 

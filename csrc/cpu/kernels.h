@@ -19,8 +19,9 @@ int turn_ids_from_mask(const Rows& rows, const TokenView& mask, int32_t* turn_id
 
 // ---- segments.cpp: 1 + the largest turn id of each row (0 where no token belongs to a turn), and table lookup
 int turn_counts(const Rows& rows, const TokenView& turn_ids, int64_t* counts, int threads);
-int segment_tokens(const Rows& rows, const float* table, const int64_t* offsets, const TokenView& turn_ids,
-                   const TokenView& mask, float* tokens, int threads);
+template <class T>  // float or double
+int segment_tokens(const Rows& rows, const T* table, const int64_t* offsets, const TokenView& turn_ids,
+                   const TokenView& mask, T* tokens, int threads);
 
 // ---- token_counts.cpp: tokens with a non-zero mask in each row
 int token_counts(const Rows& rows, const TokenView& mask, int64_t* counts, int threads);
@@ -49,7 +50,7 @@ void group_moments(const Groups& groups, const double* rewards, const double* vo
 void turn_moments(const Groups& groups, const double* rewards, const double* votes, const int64_t* turn_counts,
                   const double* minimum, const TurnTable& out, int threads);
 
-// ---- group_advantages.cpp and turn_advantages.cpp
+// ---- group_advantages.cpp and turn_advantages.cpp: computed in double, written as float or double
 struct AdvantageRule {
   Baseline baseline = Baseline::kMean;
   Singleton singleton = Singleton::kZero;
@@ -69,9 +70,11 @@ struct AdvantageInputs {
   MomentArrays mean;                     // moments of the population that the mean is over
   MomentArrays spread;                   // moments that the scale is over
 };
-void group_advantages(const AdvantageInputs& in, const AdvantageRule& rule, float* advantages, int threads);
+template <class Out>
+void group_advantages(const AdvantageInputs& in, const AdvantageRule& rule, Out* advantages, int threads);
+template <class Out>
 void turn_advantages(const AdvantageInputs& in, const AdvantageRule& rule, const TurnTable& table, const int64_t* offsets,
-                     double kappa, bool shrink_to_mean, float* segments, int threads);
+                     double kappa, bool shrink_to_mean, Out* segments, int threads);
 
 // ---- sequence_log_ratios.cpp: per row, over the tokens of the mask
 struct SequenceLogRatios {        // each [rows]

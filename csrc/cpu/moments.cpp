@@ -1,5 +1,6 @@
 // What each group knows of its voters' rewards: smallest, sum, spread, and sums over those that reached each turn.
-// Everything is float64, shifted by the group's smallest voting reward, and summed in row order.
+// Everything is float64 and shifted by the group's smallest voting reward. Groups are summed in row order; turns are summed
+// over the rows that end with them, in row order, then from the last turn to the first.
 #include <cmath>
 #include <limits>
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -24,9 +25,13 @@ void parallel_blocks(int64_t blocks, int threads, const Body& body) {
   };
   std::vector<std::thread> others;
   try {
-    for (int64_t worker = 1; worker < std::min<int64_t>(threads, blocks); ++worker) others.emplace_back(run);
+    const int64_t wanted = std::min<int64_t>(threads, blocks) - 1;
+    if (wanted > 0) others.reserve(wanted);  // a vector that grew could throw while threads run, which ends the process
+    for (int64_t worker = 0; worker < wanted; ++worker) others.emplace_back(run);
   } catch (const std::system_error&) {
     // The system gives no more threads: those that there are do the work.
+  } catch (const std::bad_alloc&) {
+    // Or no more memory.
   }
   run();
   for (std::thread& other : others) other.join();

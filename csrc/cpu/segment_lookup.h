@@ -1,6 +1,7 @@
 // Values of one row's segments at its tokens.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/kernels.h"
@@ -10,12 +11,12 @@ namespace fastadv {
 
 // out[i] = values[ids[i]], 0 where ids[i] < 0. An id that the row does not have gives 0 and, at a token in the mask (null:
 // everywhere), the fault. Turns are runs, so sixteen equal ids are the usual case.
-inline void look_up_segments(const float* values, int64_t turns, const int32_t* ids, const uint8_t* mask, int64_t n, float* out,
-                             int& faults) {
+template <class T>
+inline void look_up_segments(const T* values, int64_t turns, const int32_t* ids, const uint8_t* mask, int64_t n, T* out, int& faults) {
   const auto one = [&](int64_t i) {
     const int32_t id = ids[i];
     if (id >= turns && (!mask || mask[i])) faults |= kTurnOutOfRange;
-    out[i] = id < 0 || id >= turns ? 0.0f : values[id];
+    out[i] = id < 0 || id >= turns ? T(0) : values[id];
   };
   int64_t i = 0;
   while (i + kLanes <= n) {
@@ -24,9 +25,9 @@ inline void look_up_segments(const float* values, int64_t turns, const int32_t* 
       for (const int64_t end = i + kLanes; i < end; ++i) one(i);
       continue;
     }
-    const Lanes value(first < 0 ? 0.0f : values[first]);
+    const T value = first < 0 ? T(0) : values[first];
     do {
-      store(out + i, value);
+      std::fill_n(out + i, kLanes, value);
       i += kLanes;
     } while (i + kLanes <= n && all_equal(ids + i, first));
   }

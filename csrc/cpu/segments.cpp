@@ -23,8 +23,9 @@ int turn_counts(const Rows& rows, const TokenView& turn_ids, int64_t* counts, in
   });
 }
 
-int segment_tokens(const Rows& rows, const float* table, const int64_t* offsets, const TokenView& turn_ids, const TokenView& mask,
-                   float* tokens, int threads) {
+template <class T>
+int segment_tokens(const Rows& rows, const T* table, const int64_t* offsets, const TokenView& turn_ids, const TokenView& mask,
+                   T* tokens, int threads) {
   rows.validate();
   std::atomic<int> faults{0};
   parallel_blocks(block_count(rows), threads, [&](int64_t block) {
@@ -38,10 +39,10 @@ int segment_tokens(const Rows& rows, const float* table, const int64_t* offsets,
         const int32_t* ids = load_ids(rows, turn_ids, token, n, id_buffer);
         const uint8_t* bytes = nullptr;
         if (mask.present()) bytes = load_mask_bytes(rows, mask, token, n, mask_buffer, fractional);
-        float* out = tokens + token;
+        T* out = tokens + token;
         look_up_segments(table + offsets[row], offsets[row + 1] - offsets[row], ids, bytes, n, out, mine);
         if (!bytes) continue;
-        for (int64_t i = 0; i < n; ++i) out[i] = bytes[i] ? out[i] : 0.0f;
+        for (int64_t i = 0; i < n; ++i) out[i] = bytes[i] ? out[i] : T(0);
       }
     });
     if (fractional) mine |= kFractionalMask;
@@ -49,5 +50,8 @@ int segment_tokens(const Rows& rows, const float* table, const int64_t* offsets,
   });
   return faults.load();
 }
+
+template int segment_tokens(const Rows&, const float*, const int64_t*, const TokenView&, const TokenView&, float*, int);
+template int segment_tokens(const Rows&, const double*, const int64_t*, const TokenView&, const TokenView&, double*, int);
 
 }  // namespace fastadv

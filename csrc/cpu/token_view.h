@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -21,7 +22,8 @@ struct TokenView {
   DType dtype = DType::kFloat32;
   int64_t row_stride = 0;  // elements; used by padded arrays only
   int64_t stride = 0;      // elements from a token to the next
-  bool present() const { return data != nullptr; }
+  bool given = false;      // an array without elements may lie at address 0 and is there all the same
+  bool present() const { return given; }
 };
 
 // How tokens divide into rollouts: packed, row r being [cu_seqlens[r], cu_seqlens[r + 1]), or padded, `width` tokens a row.
@@ -99,9 +101,8 @@ inline uint32_t float_to_bits(float x) {
 inline float from_bfloat16(uint16_t h) { return bits_to_float(uint32_t(h) << 16); }
 
 inline uint16_t to_bfloat16(float x) {  // to nearest, ties to even; NaN stays NaN
-  const uint32_t bits = float_to_bits(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x0040u);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  const uint32_t bits = float_to_bits(x), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return uint16_t(int32_t(bits & 0x7fffffffu) > 0x7f800000 ? (bits >> 16) | 0x0040u : rounded);
 }
 
 inline float from_float16(uint16_t h) {
@@ -112,15 +113,16 @@ inline float from_float16(uint16_t h) {
   return bits_to_float(bits | sign);
 }
 
-inline uint16_t to_float16(float x) {  // to nearest, ties to even
-  const uint32_t bits = float_to_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
-  if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00u);  // 65536 and above; 65520 rounds up below
-  if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 rounds to a multiple of 2^-24
-    const float shifted = bits_to_float(magnitude) + 0.5f;
-    return uint16_t(sign | (float_to_bits(shifted) - 0x3f000000u));
-  }
-  return uint16_t(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+// To nearest, ties to even. Every case is computed and one is chosen: branches would keep the loops from being vectorised.
+inline uint16_t to_float16(float x) {
+  const uint32_t bits = float_to_bits(x), sign = (bits >> 16) & 0x8000u;
+  const int32_t magnitude = int32_t(bits & 0x7fffffffu);
+  const uint32_t normal = uint32_t(magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const uint32_t subnormal = float_to_bits(bits_to_float(uint32_t(magnitude)) + 0.5f) - 0x3f000000u;  // the sum is a multiple of 2^-24
+  uint32_t half = magnitude < 0x38800000 ? subnormal : normal;
+  half = magnitude >= 0x47800000 ? 0x7c00u : half;  // 65536 and above; 65520 was rounded up
+  half = magnitude > 0x7f800000 ? 0x7e00u : half;
+  return uint16_t(sign | half);
 }
 
 // Calls body(a pointer to elements of type T, stride, offset, n) for evenly spaced pieces of the `n` tokens from `token` on.
@@ -130,11 +132,30 @@ void typed_pieces(const Rows& rows, const TokenView& view, int64_t token, int64_
   rows.pieces(view, token, n, [&](int64_t element, int64_t offset, int64_t count) { body(data + element, view.stride, offset, count); });
 }
 
-// out[i] = convert(element of token + i).
+// out[i] = convert(element of token + i). `convert` is a lambda, which is inlined (a pointer to a function is called for each
+// element), and the loop over neighbours is one of its own: the compiler then vectorises both.
 template <class T, class Out, class Convert>
 void convert_tokens(const Rows& rows, const TokenView& view, int64_t token, int64_t n, Out* out, const Convert& convert) {
   typed_pieces<const T>(rows, view, token, n, [&](const T* p, int64_t stride, int64_t offset, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) out[offset + i] = convert(p[i * stride]);
+    Out* const __restrict to = out + offset;
+    if (stride == 1) {
+      for (int64_t i = 0; i < count; ++i) to[i] = convert(p[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) to[i] = convert(p[i * stride]);
+    }
+  });
+}
+
+// element of token + i = convert(values[i]).
+template <class T, class Convert>
+void write_tokens(const Rows& rows, const TokenView& view, int64_t token, int64_t n, const float* values, const Convert& convert) {
+  typed_pieces<T>(rows, view, token, n, [&](T* p, int64_t stride, int64_t offset, int64_t count) {
+    const float* const __restrict from = values + offset;
+    if (stride == 1) {
+      for (int64_t i = 0; i < count; ++i) p[i] = convert(from[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) p[i * stride] = convert(from[i]);
+    }
   });
 }
 
@@ -146,10 +167,10 @@ inline const float* load_floats(const Rows& rows, const TokenView& view, int64_t
       convert_tokens<float>(rows, view, token, n, buffer, [](float x) { return x; });
       break;
     case DType::kBFloat16:
-      convert_tokens<uint16_t>(rows, view, token, n, buffer, from_bfloat16);
+      convert_tokens<uint16_t>(rows, view, token, n, buffer, [](uint16_t h) { return from_bfloat16(h); });
       break;
     case DType::kFloat16:
-      convert_tokens<uint16_t>(rows, view, token, n, buffer, from_float16);
+      convert_tokens<uint16_t>(rows, view, token, n, buffer, [](uint16_t h) { return from_float16(h); });
       break;
     default:
       std::fill(buffer, buffer + n, bits_to_float(0x7fc00000u));  // not a float: the callers check; NaN if they did not
@@ -159,24 +180,26 @@ inline const float* load_floats(const Rows& rows, const TokenView& view, int64_t
 
 // Writes `n` floats to the tokens from `token` on, in the view's type.
 inline void store_floats(const Rows& rows, const TokenView& view, int64_t token, int64_t n, const float* values) {
-  const auto write = [&](auto* p, int64_t stride, int64_t offset, int64_t count, const auto& convert) {
-    for (int64_t i = 0; i < count; ++i) p[i * stride] = convert(values[offset + i]);
-  };
   if (view.dtype == DType::kFloat32) {
-    typed_pieces<float>(rows, view, token, n, [&](float* p, int64_t stride, int64_t offset, int64_t count) {
-      write(p, stride, offset, count, [](float x) { return x; });
-    });
+    write_tokens<float>(rows, view, token, n, values, [](float x) { return x; });
+  } else if (view.dtype == DType::kBFloat16) {
+    write_tokens<uint16_t>(rows, view, token, n, values, [](float x) { return to_bfloat16(x); });
   } else {
-    typed_pieces<uint16_t>(rows, view, token, n, [&](uint16_t* p, int64_t stride, int64_t offset, int64_t count) {
-      write(p, stride, offset, count, view.dtype == DType::kBFloat16 ? to_bfloat16 : to_float16);
-    });
+    write_tokens<uint16_t>(rows, view, token, n, values, [](float x) { return to_float16(x); });
   }
 }
 
-// Whether a float is a whole number: beyond 2^23 every finite one is.
-inline bool is_whole(float x) {
-  const float magnitude = x < 0 ? -x : x;
-  return magnitude < 8388608.0f ? float(int32_t(x)) == x : magnitude < 3.4e38f;
+// Whether all are whole numbers: adding and taking away 2^23 rounds what is below it, and from there on every finite float is
+// whole. The loop counts in integers as wide as the floats, without branches, so that it is vectorised.
+inline bool all_whole(const float* p, int64_t n) {
+  int32_t others = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float magnitude = bits_to_float(float_to_bits(p[i]) & 0x7fffffffu);
+    const int32_t small = int32_t(magnitude < 8388608.0f) & int32_t((magnitude + 8388608.0f) - 8388608.0f == magnitude);
+    const int32_t large = int32_t(magnitude >= 8388608.0f) & int32_t(magnitude <= std::numeric_limits<float>::max());
+    others += 1 - (small | large);
+  }
+  return others == 0;
 }
 
 // The `n` mask values from `token` on as bytes, zero or not. A fractional or non-finite value sets `fractional`.
@@ -196,12 +219,8 @@ inline const uint8_t* load_mask_bytes(const Rows& rows, const TokenView& view, i
     default: {
       float values[kTile];
       const float* p = load_floats(rows, view, token, n, values);
-      bool whole = true;
-      for (int64_t i = 0; i < n; ++i) {
-        whole &= is_whole(p[i]);
-        buffer[i] = non_zero(p[i]);
-      }
-      fractional |= !whole;
+      for (int64_t i = 0; i < n; ++i) buffer[i] = non_zero(p[i]);
+      fractional |= !all_whole(p, n);
     }
   }
   return buffer;

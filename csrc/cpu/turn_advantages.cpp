@@ -3,8 +3,9 @@
 
 namespace fastadv {
 
+template <class Out>
 void turn_advantages(const AdvantageInputs& in, const AdvantageRule& rule, const TurnTable& table, const int64_t* offsets,
-                     double kappa, bool shrink_to_mean, float* segments, int threads) {
+                     double kappa, bool shrink_to_mean, Out* segments, int threads) {
   validate(in);
   for (int64_t row = 0; row < in.rows; ++row) {
     const int64_t turns = offsets[row + 1] - offsets[row], table_turns = table.offsets[in.group[row] + 1] - table.offsets[in.group[row]];
@@ -12,19 +13,22 @@ void turn_advantages(const AdvantageInputs& in, const AdvantageRule& rule, const
   }
   for_row_blocks(in.rows, threads, [&](int64_t row) {
     const RowContext context(in, rule, row);
-    float* out = segments + offsets[row];
+    Out* out = segments + offsets[row];
     const int64_t turns = offsets[row + 1] - offsets[row], base = table.offsets[context.group];
     const double target = shrink_to_mean ? mean_of(context.mean.sum, context.mean.weight)
                                          : leave_one_out(context.mean, context.left_out, context.vote);
     for (int64_t turn = 0; turn < turns; ++turn) {
       if (context.settled) {
-        out[turn] = context.settled_value;
+        out[turn] = Out(context.settled_value);
         continue;
       }
       const double baseline = turn_baseline(table.count[base + turn], table.sum[base + turn], context.left_out, context.vote, target, kappa);
-      out[turn] = float(context.scaled(context.reward - baseline));
+      out[turn] = Out(context.scaled(context.reward - baseline));
     }
   });
 }
+
+template void turn_advantages(const AdvantageInputs&, const AdvantageRule&, const TurnTable&, const int64_t*, double, bool, float*, int);
+template void turn_advantages(const AdvantageInputs&, const AdvantageRule&, const TurnTable&, const int64_t*, double, bool, double*, int);
 
 }  // namespace fastadv

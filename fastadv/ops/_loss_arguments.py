@@ -133,6 +133,7 @@ def row_corrections(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor | None,
     mask: Tensor,
+    row_weights: Tensor | None,
     rows: Rows,
     given: SequenceLogRatios | None,
     backend: str,
@@ -149,6 +150,8 @@ def row_corrections(
         given = log_ratios_of(op, old_log_probs, rollout_log_probs, mask, rows, True, backend)
     validation.tensor(op, "rollout_log_ratios.sum", given.sum, shape=(rows.count,), device=mask.device)
     live = given.tokens > 0  # [B]
+    if row_weights is not None:
+        live = live & (row_weights != 0)
     count = live.sum().clamp(min=1)
 
     def share(rows_with: Tensor) -> Tensor:

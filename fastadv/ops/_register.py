@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastadv import native
+
 Launcher = Callable[..., Any]
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def native_op(
@@ -26,7 +27,7 @@ def native_op(
         op = torch.library.custom_op(f"fastadv::{name}", launch, mutates_args=())
         op.register_fake(fake)
         if autograd is not None:
-            op.register_autograd(autograd[0], setup_context=autograd[1])
+            op.register_autograd(first_order(name)(autograd[0]), setup_context=autograd[1])
 
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling() or needs_dispatcher(args):
@@ -38,8 +39,46 @@ def native_op(
     return register
 
 
+def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a backward whose result is computed by a kernel and has no graph.
+
+    `create_graph=True` works, and differentiating the gradient raises. (`torch.autograd.function.once_differentiable`
+    gives a gradient without a graph, silently, where no upstream gradient requires one.)
+    """
+    message = (
+        f"{name}: the gradient comes from a kernel and cannot be differentiated again; use backend='reference' for "
+        "second derivatives"
+    )
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def once(ctx: Any, *grads: Any) -> Any:
+            with torch.no_grad():
+                result = backward(ctx, *grads)
+            if not torch.is_grad_enabled():
+                return result
+            return tuple(_raises(message, x) if isinstance(x, Tensor) else x for x in result)
+
+        return once
+
+    return decorate
+
+
+def _raises(message: str, t: Tensor) -> Tensor:
+    """The tensor with a graph whose backward raises."""
+    delayed: Tensor = torch._C._functions.DelayedError(message, 1)(t.detach().requires_grad_())
+    return delayed
+
+
 def needs_dispatcher(args: tuple[Any, ...]) -> bool:
-    """Whether a dispatch mode or a tensor subclass has to see the call."""
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    return any(isinstance(a, Tensor) and type(a) not in PLAIN for a in args)
+    """Whether a dispatch mode or a tensor subclass, also one inside of a list, has to see the call."""
+    return bool(torch._C._len_torch_dispatch_stack()) or _holds_subclass(args)
+
+
+def _holds_subclass(args: Iterable[Any]) -> bool:
+    for a in args:
+        if isinstance(a, Tensor):
+            if type(a) is not Tensor and not native.has_memory(a):
+                return True
+        elif isinstance(a, (list, tuple)) and _holds_subclass(a):
+            return True
+    return False

@@ -56,7 +56,7 @@ def prepare(
         groups = groups.to(device)
     if include is not None:
         include = include_rows(op, include, rows, device)
-    name = dispatch.resolve(op, backend, rewards)
+    name = dispatch.resolve(op, backend, rewards, dtypes=validation.FLOATS)
 
     if statistics is None:
         voting = own_votes(op, groups, device, population, include, votes)
@@ -136,8 +136,9 @@ def kernel_arguments(
     tensors: list[Tensor], include: Tensor | None, rule: list[float]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Inputs and rule as the C++ kernels take them, from what `launch_arguments` made."""
-    rewards, left_out, votes, index = (t.data_ptr() for t in tensors[:4])
-    mean, spread = (tuple(t.data_ptr() for t in tensors[first : first + 5]) for first in (4, 9))
+    addresses = [native.address(t) for t in tensors]
+    rewards, left_out, votes, index = addresses[:4]
+    mean, spread = tuple(addresses[4:9]), tuple(addresses[9:14])
     sizes = (tensors[0].shape[0], tensors[4].shape[0])
     baseline, singleton, scaled, ddof, eps, eps_form = rule
     return (
@@ -146,16 +147,21 @@ def kernel_arguments(
     )
 
 
-def _fake(tensors: list[Tensor], include: Tensor | None, rule: list[float]) -> Tensor:
-    return tensors[0].new_empty(tensors[0].shape, dtype=torch.float32)
+def dtype_of(wide: bool) -> torch.dtype:
+    """Dtype of advantages; the kernels compute in float64 either way."""
+    return torch.float64 if wide else torch.float32
+
+
+def _fake(tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
+    return tensors[0].new_empty(tensors[0].shape, dtype=dtype_of(wide))
 
 
 @native_op("group_advantages", _fake)
-def _launch(tensors: list[Tensor], include: Tensor | None, rule: list[float]) -> Tensor:
+def _launch(tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
     rows = tensors[0].shape[0]
-    advantages = torch.empty(rows, dtype=torch.float32)
+    advantages = torch.empty(rows, dtype=dtype_of(wide))
     native.module().group_advantages(
-        *kernel_arguments(tensors, include, rule), advantages.data_ptr(), native.threads(rows)
+        *kernel_arguments(tensors, include, rule), wide, advantages.data_ptr(), native.threads(rows)
     )
     return advantages
 
@@ -218,7 +224,7 @@ def group_advantages(
     if prepared.backend == "reference":
         advantages = reference.group_advantages(prepared.inputs, rule).to(prepared.dtype)
     else:
-        advantages = _launch(*launch_arguments(prepared.inputs, rule))
+        advantages = _launch(*launch_arguments(prepared.inputs, rule), prepared.dtype == torch.float64)
     return advantages
 
 

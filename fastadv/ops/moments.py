@@ -23,9 +23,9 @@ def _launch_group(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor
     groups = offsets.shape[0] - 1
     out = [torch.empty(groups, dtype=torch.float64) for _ in range(4)] + [torch.empty(groups, dtype=torch.int64)]
     native.module().group_moments(
-        (groups, rewards.shape[0], order.data_ptr(), offsets.data_ptr()),
-        rewards.data_ptr(),
-        votes.data_ptr(),
+        (groups, rewards.shape[0], native.address(order), native.address(offsets)),
+        native.address(rewards),
+        native.address(votes),
         tuple(t.data_ptr() for t in out),
         native.threads(rewards.shape[0]),
     )
@@ -62,12 +62,12 @@ def _launch_turn(
         raise ValueError(f"turn_moments: groups have {used} turns, the table {size} slots; build both from one batch")
     out = [torch.zeros(size, dtype=torch.float64) for _ in range(2)]
     native.module().turn_moments(
-        (groups, rewards.shape[0], order.data_ptr(), offsets.data_ptr()),
-        rewards.data_ptr(),
-        votes.data_ptr(),
-        turns.data_ptr(),
-        minimum.data_ptr(),
-        (table.data_ptr(), out[0].data_ptr(), out[1].data_ptr()),
+        (groups, rewards.shape[0], native.address(order), native.address(offsets)),
+        native.address(rewards),
+        native.address(votes),
+        native.address(turns),
+        native.address(minimum),
+        (native.address(table), out[0].data_ptr(), out[1].data_ptr()),
         native.threads(size),
     )
     return out

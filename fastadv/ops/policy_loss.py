@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastadv import dispatch, native, validation
 from fastadv.losses import (
@@ -21,7 +20,7 @@ from fastadv.losses import (
 )
 from fastadv.ops import _loss_arguments as arguments
 from fastadv.ops._loss_arguments import ROW, SEGMENT, TOKEN
-from fastadv.ops._register import native_op
+from fastadv.ops._register import first_order, native_op
 from fastadv.ops.sequence_log_ratios import MASKS
 from fastadv.ops.token_counts import Denominators
 from fastadv.reference import policy_loss as reference
@@ -275,7 +274,7 @@ class _PolicyLoss(torch.autograd.Function):
         return value, sums
 
     @staticmethod
-    @once_differentiable
+    @first_order("policy_loss")
     def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
         log_probs, entropy, *inputs = ctx.saved_tensors  # raises where the graph was freed
         gradients, ctx.gradients = ctx.gradients, None
@@ -417,7 +416,7 @@ def policy_loss(
         op, config, log_probs, old_log_probs, active, rows, sequence_log_ratios, backend
     )
     row_is_weights, row_metrics = arguments.row_corrections(
-        op, config, old, rollout_log_probs, active, rows, rollout_log_ratios, backend
+        op, config, old, rollout_log_probs, active, row_weights, rows, rollout_log_ratios, backend
     )
     inputs = Inputs(
         old_log_probs=old_log_probs,

@@ -11,6 +11,8 @@ from fastadv.reference import segments as reference
 from fastadv.rows import Rows
 from fastadv.segment_table import SegmentTable
 
+DTYPES = (torch.float32, torch.float64)  # of tables
+
 
 def _fake(values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
     return values.new_empty(turn_ids.shape)
@@ -19,15 +21,16 @@ def _fake(values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor 
 def launch_into(
     values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None, tokens: Tensor
 ) -> None:
-    """Runs the CPU kernel into a given buffer: `tokens`, float32, contiguous, like turn_ids."""
+    """Runs the CPU kernel into a given buffer: `tokens`, contiguous, like turn_ids, in the dtype of `values`."""
     rows = Rows.trusted(turn_ids, cu_seqlens)
     faults = native.module().segment_tokens(
         native.rows(rows),
-        values.data_ptr(),
-        offsets.data_ptr(),
+        values.dtype == torch.float64,
+        native.address(values),
+        native.address(offsets),
         native.view(turn_ids),
         native.view(mask),
-        tokens.data_ptr(),
+        native.address(tokens),
         native.threads(rows.tokens),
     )
     validation.native_faults("segment_tokens", faults)
@@ -37,7 +40,7 @@ def launch_into(
 def _launch(
     values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None
 ) -> Tensor:
-    tokens = native.empty(turn_ids.shape, torch.float32)
+    tokens = native.empty(turn_ids.shape, values.dtype)
     launch_into(values, offsets, turn_ids, cu_seqlens, mask, tokens)
     return tokens
 
@@ -60,11 +63,13 @@ def segment_tokens(table: SegmentTable, mask: Tensor | None = None, *, backend: 
     """
     op = "segment_tokens"
     index = table.segments
-    validation.tensor(op, "table.values", table.values, shape=(index.count,), dtypes=(torch.float32, torch.float64))
+    validation.tensor(op, "table.values", table.values, shape=(index.count,), dtypes=DTYPES)
     if mask is not None:
-        validation.tensor(op, "mask", mask, shape=tuple(index.turn_ids.shape), device=table.values.device)
-        validation.mask_values(op, "mask", mask)
-    if dispatch.resolve(op, backend, table.values) == "reference":
+        shape, device = tuple(index.turn_ids.shape), table.values.device
+        validation.tensor(op, "mask", mask, shape=shape, dtypes=validation.MASKS, device=device)
+    if dispatch.resolve(op, backend, table.values, dtypes=DTYPES) == "reference":
+        if mask is not None:
+            validation.mask_values(op, "mask", mask)
         return reference.segment_tokens(table.values, index.offsets, index.turn_ids, index.rows, mask)
     mask = None if mask is None else native.as_mask(mask)
     tokens: Tensor = _launch(table.values.contiguous(), index.offsets, index.turn_ids, index.cu_seqlens, mask)

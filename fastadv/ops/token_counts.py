@@ -21,7 +21,8 @@ Number = float | Tensor
 
 @dataclass(frozen=True, eq=False)
 class Denominators:
-    """What a batch, or a whole optimizer step, may be divided by. Counts are 0-d float64 tensors (or plain numbers).
+    """What a batch, or a whole optimizer step, may be divided by. Counts are 0-d float64 tensors (or plain numbers),
+    finite and not negative; a value that may be read and is not is a ValueError.
 
     A loss that is given this object divides by the field that its configuration names, so the sum over micro-batches,
     accumulation steps and ranks is the loss of the whole step.
@@ -33,10 +34,16 @@ class Denominators:
     horizon: float | None = None  # constant length for seq-mean-token-sum-norm (Dr. GRPO), in tokens
     ranks: int = 1  # data-parallel ranks whose gradients the trainer averages: the loss is multiplied by it
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "sequences", "candidates"):
+            validation.count("Denominators", name, getattr(self, name))
+        validation.count("Denominators", "ranks", self.ranks, least=1)
+        if self.horizon is not None:
+            validation.count("Denominators", "horizon", self.horizon, positive=True)
+
     def with_candidates(self, candidates: float) -> Denominators:
         """The same with another number of candidates, say the rollouts before a filter dropped some."""
-        if not candidates > 0:
-            raise ValueError(f"Denominators: candidates is {candidates}; it must be positive")
+        validation.count("Denominators", "candidates", candidates, positive=True)
         return replace(self, candidates=float(candidates))
 
 
@@ -71,6 +78,7 @@ def token_counts(mask: Tensor, cu_seqlens: Tensor | None = None, *, backend: str
     """
     op = "token_counts"
     rows = Rows.of(op, "mask", mask, cu_seqlens)
+    validation.tensor(op, "mask", mask, dtypes=validation.MASKS)
     return counts_of(op, mask, rows, dispatch.resolve(op, backend, mask if mask.device.type != "cpu" else None))
 
 
@@ -107,8 +115,8 @@ def denominators(
     Raises:
         ValueError: a horizon that is not positive, a fractional mask value, `cu_seqlens` that does not fit.
     """
-    if horizon is not None and not horizon > 0:
-        raise ValueError(f"denominators: horizon is {horizon}; it must be positive")
+    if horizon is not None:  # before anything is counted, or other ranks wait in the all-reduce
+        validation.count("denominators", "horizon", horizon, positive=True)
     counts = token_counts(mask, cu_seqlens, backend=backend)
     stacked = torch.stack([counts.sum(), (counts > 0).sum(), torch.full_like(counts.sum(), counts.shape[0])]).to(
         torch.float64

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastadv import native, validation
 from fastadv.groups import GroupIndex, Labels
 from fastadv.ops._register import native_op
-from fastadv.ops.group_advantages import kernel_arguments, launch_arguments, prepare
+from fastadv.ops.group_advantages import dtype_of, kernel_arguments, launch_arguments, prepare
 from fastadv.ops.moments import turn_moments
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.turn_ids import segments
@@ -32,8 +32,9 @@ def _fake(
     segments: int,
     kappa: float,
     shrink_to_mean: bool,
+    wide: bool,
 ) -> Tensor:
-    return tensors[0].new_empty(segments, dtype=torch.float32)
+    return tensors[0].new_empty(segments, dtype=dtype_of(wide))
 
 
 @native_op("turn_advantages", _fake)
@@ -46,14 +47,16 @@ def _launch(
     segments: int,
     kappa: float,
     shrink_to_mean: bool,
+    wide: bool,
 ) -> Tensor:
-    values = native.empty((segments,), torch.float32)
+    values = native.empty((segments,), dtype_of(wide))
     native.module().turn_advantages(
         *kernel_arguments(tensors, include, rule),
-        tuple(t.data_ptr() for t in table),
-        offsets.data_ptr(),
+        tuple(native.address(t) for t in table),
+        native.address(offsets),
         kappa,
         shrink_to_mean,
+        wide,
         values.data_ptr(),
         native.threads(segments),
     )
@@ -163,7 +166,7 @@ def turn_advantages(
     validation.choice(op, "output", output, OUTPUTS)
     validation.non_negative(op, "kappa", kappa)
     rule = AdvantageRule("loo", singleton, scale, ddof, eps, eps_form)
-    index = segments(turn_ids, cu_seqlens)
+    index = segments(turn_ids, cu_seqlens, backend=backend)
     prepared = prepare(op, backend, rewards, group_ids, rule, population, include, None, statistics)
     inputs = prepared.inputs
     validation.tensor(op, "turn_ids", index.turn_ids, device=rewards.device)
@@ -188,7 +191,13 @@ def turn_advantages(
         values = values.to(prepared.dtype)
     else:
         values = _launch(
-            *launch_arguments(inputs, rule), list(table), index.offsets, index.count, float(kappa), shrink_to == "mean"
+            *launch_arguments(inputs, rule),
+            list(table),
+            index.offsets,
+            index.count,
+            float(kappa),
+            shrink_to == "mean",
+            prepared.dtype == torch.float64,
         )
     result = SegmentTable(values, index)
     return result if output == "segments" else segment_tokens(result, mask, backend=prepared.backend)

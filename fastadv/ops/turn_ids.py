@@ -15,6 +15,7 @@ from fastadv.rows import Rows
 from fastadv.segment_table import Segments
 
 MAX_TURN = 2**20  # turn ids index tables: a larger one is garbage, not a turn
+BELOW = "segments: turn_ids has a value below -1; turns count from 0, tokens outside of turns have -1"
 
 
 def _fake_turn_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -30,6 +31,23 @@ def _launch_turn_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     )
     validation.native_faults("turn_ids_from_mask", faults)
     return turn_ids
+
+
+def _fake_turn_counts(turn_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    rows = turn_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return turn_ids.new_empty(rows, dtype=torch.int64)
+
+
+@native_op("turn_counts", _fake_turn_counts)
+def _launch_turn_counts(turn_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    rows = Rows.trusted(turn_ids, cu_seqlens)
+    counts = torch.empty(rows.count, dtype=torch.int64)
+    below = native.module().turn_counts(
+        native.rows(rows), native.view(turn_ids), counts.data_ptr(), native.threads(rows.tokens)
+    )
+    if below:
+        raise ValueError(BELOW)
+    return counts
 
 
 def turn_ids_from_mask(mask: Tensor, cu_seqlens: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -52,8 +70,9 @@ def turn_ids_from_mask(mask: Tensor, cu_seqlens: Tensor | None = None, *, backen
     """
     op = "turn_ids_from_mask"
     rows = Rows.of(op, "mask", mask, cu_seqlens)
-    validation.mask_values(op, "mask", mask)
+    validation.tensor(op, "mask", mask, dtypes=validation.MASKS)
     if dispatch.resolve(op, backend, mask if mask.device.type != "cpu" else None) == "reference":
+        validation.mask_values(op, "mask", mask)
         return reference.turn_ids_from_mask(mask, rows)
     turn_ids: Tensor = _launch_turn_ids(native.as_mask(mask), rows.cu_seqlens)
     return turn_ids
@@ -107,25 +126,20 @@ def segments(turn_ids: Tensor | Segments, cu_seqlens: Tensor | None = None, *, b
     Raises:
         TypeError, ValueError: turn ids below -1 or not integers, `cu_seqlens` that does not fit.
     """
-    if isinstance(turn_ids, Segments):
-        return turn_ids
     op = "segments"
+    if isinstance(turn_ids, Segments):
+        if cu_seqlens is not None:
+            turn_ids.check_layout(op, Rows.of(op, "turn_ids", turn_ids.turn_ids, cu_seqlens))
+        return turn_ids
     rows = Rows.of(op, "turn_ids", turn_ids, cu_seqlens)
     validation.tensor(op, "turn_ids", turn_ids, dtypes=(torch.int32, torch.int64))
     if dispatch.resolve(op, backend, turn_ids if turn_ids.device.type != "cpu" else None) == "reference":
-        below = bool((turn_ids < -1).any())
+        if bool((turn_ids < -1).any()):
+            raise ValueError(BELOW)
         counts = reference.turn_counts(turn_ids, rows)
     else:
-        counts = torch.empty(rows.count, dtype=torch.int64)
-        below = bool(
-            native.module().turn_counts(
-                native.rows(rows), native.view(turn_ids), counts.data_ptr(), native.threads(rows.tokens)
-            )
-        )
-    if below:
-        raise ValueError(f"{op}: turn_ids has a value below -1; turns count from 0, tokens outside of turns have -1")
-    offsets = torch.zeros(rows.count + 1, dtype=torch.int64, device=counts.device)
-    torch.cumsum(counts, 0, out=offsets[1:])
+        counts = _launch_turn_counts(turn_ids, rows.cu_seqlens)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B + 1]
     if rows.count and int(counts.max()) > MAX_TURN:
         raise ValueError(
             f"{op}: turn_ids reaches {int(counts.max()) - 1}; turns above {MAX_TURN - 1} are not supported"

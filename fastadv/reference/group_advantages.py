@@ -35,8 +35,8 @@ class AdvantageInputs(NamedTuple):
 
 
 def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, 0 where the denominator is not positive."""
-    return torch.where(denominator > 0, numerator / denominator, 0.0)
+    """numerator / denominator, 0 where the denominator is 0. A NaN in either stays visible."""
+    return torch.where(denominator == 0, 0.0, numerator / denominator)
 
 
 def leave_one_out(inputs: AdvantageInputs) -> Tensor:
@@ -52,18 +52,19 @@ def group_mean(inputs: AdvantageInputs) -> Tensor:
 
 
 def scaled(advantages: Tensor, group: Tensor, spread: GroupMoments, rule: AdvantageRule) -> Tensor:
-    """Divides by the standard deviation of each advantage's group; a group whose divisor is 0 has no scale and gives
-    0."""
+    """Divides by the standard deviation of each advantage's group; a group whose divisor is 0 has no scale and gives 0
+    to every finite advantage."""
     if rule.scale == "none":
         return advantages
-    variance = divided(spread.squares, spread.weight - rule.ddof)[group]
+    freedom = spread.weight - rule.ddof
+    variance = torch.where(freedom <= 0, 0.0, spread.squares / freedom)[group]
     if rule.eps_form == "add":
         divisor = variance.sqrt() + rule.eps
     elif rule.eps_form == "floor":
         divisor = variance.clamp(min=rule.eps).sqrt() + rule.eps
     else:
-        divisor = torch.where(variance > 0, variance.sqrt() + rule.eps, 1.0)
-    return divided(advantages, divisor)
+        divisor = torch.where(variance == 0, 1.0, variance.sqrt() + rule.eps)
+    return torch.where(divisor == 0, advantages - advantages, advantages / divisor)
 
 
 def settle(advantages: Tensor, row: Tensor, inputs: AdvantageInputs, rule: AdvantageRule) -> Tensor:

@@ -45,7 +45,7 @@ def group_moments(rewards: Tensor, votes: Tensor, groups: GroupIndex) -> GroupMo
     shifted = rewards - minimum[index]
     weight = total(torch.ones_like(votes))
     reward_sum = total(shifted)
-    mean = torch.where(weight > 0, reward_sum / weight, 0.0)
+    mean = torch.where(weight == 0, 0.0, reward_sum / weight)
     return GroupMoments(minimum, weight, reward_sum, total((shifted - mean[index]).square()), voters)
 
 

@@ -1,4 +1,4 @@
-"""Reward minus a baseline conditioned on the turn reached (methods, eq. 13):
+"""Reward minus a baseline conditioned on the turn reached (docs/theory.md, equation 13):
 
     b[i, l] = target_i + lam * (bucket - target_i)
     bucket  = mean of R_j over voters j != i that reached turn l;   n = how many these are;   lam = n / (n + kappa)
@@ -39,9 +39,8 @@ def turn_advantages(
     target = (leave_one_out(inputs) if shrink_to == "loo" else group_mean(inputs))[row]
     own = torch.where(inputs.votes != 0, inputs.votes * (inputs.left_out - minimum), 0.0)  # [B]
     n = table.votes[slot] - inputs.votes[row]
-    bucket = torch.where(n > 0, (table.rewards[slot] - own[row]) / n, target)
-    lam = torch.where(n > 0, n / (n + kappa), 0.0)
-    baseline = target + lam * (bucket - target)
+    lam, bucket = n / (n + kappa), (table.rewards[slot] - own[row]) / n
+    baseline = torch.where(n <= 0, target, target + lam * (bucket - target))
 
     advantages = scaled((inputs.rewards - minimum)[row] - baseline, group, inputs.spread, rule)
     return settle(advantages, row, inputs, rule)

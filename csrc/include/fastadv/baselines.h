@@ -1,6 +1,7 @@
 // Baselines over a group of rollouts, in float64. The specification is fastadv/reference/{moments,group_advantages,
 // turn_advantages}.py. Rewards arrive shifted by the group's smallest voting reward: a group without spread is then made
-// of exact zeros, whatever its value and size.
+// of exact zeros, whatever its value and size. Nothing is decided by a comparison that a NaN would fail: a NaN or an infinity
+// in rewards or votes comes out as NaN.
 #pragma once
 
 #include <cmath>
@@ -22,7 +23,7 @@ struct GroupMoments {
   long long voters;
 };
 
-FASTADV_INLINE double mean_of(double sum, double weight) { return weight > 0.0 ? sum / weight : 0.0; }
+FASTADV_INLINE double mean_of(double sum, double weight) { return weight == 0.0 ? 0.0 : sum / weight; }
 
 // Mean over the voters other than a row that has `vote` votes and the shifted reward `reward`.
 FASTADV_INLINE double leave_one_out(const GroupMoments& m, double reward, double vote) {
@@ -33,29 +34,29 @@ FASTADV_INLINE double group_baseline(Baseline kind, const GroupMoments& m, doubl
   return kind == Baseline::kMean ? mean_of(m.sum, m.weight) : leave_one_out(m, reward, vote);
 }
 
-// Baseline conditioned on having reached a turn (methods, eq. 13): the mean over the other voters that reached it,
+// Baseline conditioned on having reached a turn (docs/theory.md, equation 13): the mean over the other voters that reached it,
 // shrunk towards `target` by lam = n / (n + kappa). `count` and `sum` are over all voters that reached the turn.
 FASTADV_INLINE double turn_baseline(double count, double sum, double reward, double vote, double target, double kappa) {
   const double n = count - vote;
-  if (!(n > 0.0)) return target;
+  if (n <= 0.0) return target;
   const double lam = n / (n + kappa);
   const double bucket = (sum - vote * reward) / n;
   return target + lam * (bucket - target);
 }
 
-// Divides by the group's standard deviation. A group whose divisor is zero has no scale: the advantage is 0.
+// Divides by the group's standard deviation. A group whose divisor is zero has no scale: the advantage is 0 if it is finite.
 FASTADV_INLINE double scale_advantage(double advantage, const GroupMoments& m, double ddof, double eps, EpsForm form) {
   const double freedom = m.weight - ddof;
-  const double variance = freedom > 0.0 ? m.squares / freedom : 0.0;
+  const double variance = freedom <= 0.0 ? 0.0 : m.squares / freedom;
   double divisor = 1.0;
   if (form == EpsForm::kAdd) {
     divisor = sqrt(variance) + eps;
   } else if (form == EpsForm::kFloor) {
-    divisor = sqrt(variance > eps ? variance : eps) + eps;
-  } else if (variance > 0.0) {
+    divisor = sqrt(variance < eps ? eps : variance) + eps;
+  } else if (variance != 0.0) {
     divisor = sqrt(variance) + eps;
   }
-  return divisor > 0.0 ? advantage / divisor : 0.0;
+  return divisor == 0.0 ? advantage - advantage : advantage / divisor;
 }
 
 }  // namespace fastadv

@@ -1,0 +1,99 @@
+"""Index objects that callers build or carry about themselves, and sums over rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_cases import BACKENDS
+from torch import Tensor
+
+import fastadv as fa
+from fastadv.rows import Rows
+
+ON = pytest.mark.parametrize("backend", BACKENDS)
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 3.0])
+CU = torch.tensor([0, 2, 3, 5, 6])
+TURNS = torch.tensor([0, 1, 0, 0, 1, 0])
+
+
+def every_other(t: Tensor) -> Tensor:
+    """The same values, one apart in memory."""
+    spread = torch.full((2 * t.shape[0],), 7, dtype=t.dtype)
+    spread[::2] = t
+    return spread[::2]
+
+
+FORMS = {"int32": Tensor.int, "strided": every_other, "strided int32": lambda t: every_other(t.int())}
+
+
+@ON
+@pytest.mark.parametrize("form", FORMS)
+def test_index_objects_hold_what_kernels_read(form: str, backend: str) -> None:
+    change, groups, index = FORMS[form], fa.group_index([0, 0, 1, 1]), fa.segments(TURNS, CU)
+    changed = fa.GroupIndex(*(change(t) for t in (groups.index, groups.order, groups.offsets)))
+    plain = fa.group_advantages(REWARDS, groups, backend=backend)
+    assert torch.equal(fa.group_advantages(REWARDS, changed, backend=backend), plain)
+    turns = fa.Segments(index.turn_ids, change(CU), change(index.offsets), index.count)
+    plain = fa.turn_advantages(REWARDS, groups, index, backend=backend)
+    assert torch.equal(fa.turn_advantages(REWARDS, changed, turns, backend=backend), plain)
+    assert turns.offsets.dtype == changed.order.dtype == torch.int64
+
+
+BAD = [
+    (fa.GroupIndex, {"index": torch.zeros(2), "order": CU[:2], "offsets": CU[:2]}, TypeError, "index has dtype"),
+    (fa.GroupIndex, {"index": CU[:2], "order": CU[:3], "offsets": CU[:2]}, ValueError, r"order \[3\]"),
+    (fa.GroupIndex, {"index": CU[:2], "order": CU[:2], "offsets": CU.view(1, 5)}, ValueError, r"offsets has shape"),
+    (
+        fa.Segments,
+        {"turn_ids": TURNS, "cu_seqlens": CU, "offsets": CU[:3], "count": 3},
+        ValueError,
+        r"cu_seqlens \[5\] and offsets \[3\]",
+    ),
+    (fa.Segments, {"turn_ids": TURNS, "cu_seqlens": None, "offsets": CU, "count": 6}, ValueError, r"\[B, T\] without"),
+    (fa.Segments, {"turn_ids": TURNS, "cu_seqlens": CU, "offsets": CU, "count": 5}, ValueError, "offsets end at 6"),
+    (fa.Segments, {"turn_ids": TURNS, "cu_seqlens": CU.float(), "offsets": CU, "count": 6}, TypeError, "cu_seqlens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fields", "error", "message"), BAD, ids=[b[3] for b in BAD])
+def test_bad_index_objects(kind: Any, fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kind(**fields)
+
+
+@ON
+def test_segments_of_another_layout_are_refused(backend: str) -> None:
+    index = fa.segments(TURNS, CU)
+    assert fa.segments(index, CU.clone(), backend=backend) is index
+    for cu_seqlens in (torch.tensor([0, 1, 3, 5, 6]), torch.tensor([0, 3, 6])):
+        with pytest.raises(ValueError, match="divide otherwise; build both from one cu_seqlens"):
+            fa.turn_advantages(REWARDS, [0] * 4, index, cu_seqlens, backend=backend)
+        with pytest.raises(ValueError, match="divide otherwise"):
+            fa.freeze_statistics(REWARDS, [0] * 4, turn_ids=index, cu_seqlens=cu_seqlens, backend=backend)
+    padded = fa.segments(torch.zeros(4, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"padded \[B, T\] and cu_seqlens is given"):
+        fa.turn_advantages(REWARDS, [0] * 4, padded, CU, backend=backend)
+
+
+# ---- sums over rows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=("packed", "padded"))
+def test_sums_over_long_rows_are_exact(padded: bool) -> None:
+    """A float32 accumulator stops at 2^24 ones."""
+    tokens = 20_000_000
+    values = torch.ones(1, tokens) if padded else torch.ones(tokens)
+    total = Rows.of("test", "values", values, None).sum(values)
+    assert total.dtype == torch.float64
+    assert total.tolist() == [tokens]
+    assert Rows.of("test", "values", values, None).sum(values.to(torch.int64)).dtype == torch.int64
+
+
+def test_the_reference_loss_of_a_long_rollout() -> None:
+    tokens = 4_000_000
+    ones = torch.full((tokens,), 0.1)
+    config = fa.LossConfig("reinforce", loss_agg_mode="token-sum")
+    out = fa.policy_loss(ones, None, -torch.ones(tokens), torch.ones(tokens), config=config, backend="reference")
+    assert float(out.loss) == pytest.approx(tokens * float(ones[0].double()), rel=1e-7)
