@@ -11,6 +11,7 @@ from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
+from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
 from fastadv.outcomes import Census, Outcome, census
@@ -35,6 +36,7 @@ __all__ = [
     "SegmentTable",
     "Segments",
     "TokenIds",
+    "TokenLogProbs",
     "backends",
     "census",
     "checks",
@@ -51,6 +53,7 @@ __all__ = [
     "segments",
     "singleton_rows",
     "token_counts",
+    "token_log_probs",
     "turn_advantages",
     "turn_ids_from_mask",
     "turn_ids_from_positions",

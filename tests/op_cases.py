@@ -90,9 +90,24 @@ class Case:
         if self.gradient_of is None:
             return self.call(backend, **inputs)
         leaf = inputs[self.gradient_of].detach().requires_grad_()
-        outputs = dict(self.call(backend, **{**inputs, self.gradient_of: leaf}))
+        outputs = dict(self.call(backend, **self.with_leaf(inputs, leaf)))
         outputs["loss"].sum().backward()
         return {**{k: v.detach() for k, v in outputs.items()}, "gradient": leaf.grad}
+
+    def leaf(self, inputs: Inputs) -> Tensor:
+        """A copy of the input that gradients flow to, which takes them."""
+        assert self.gradient_of is not None
+        return inputs[self.gradient_of].clone().requires_grad_()
+
+    def with_leaf(self, inputs: Inputs, leaf: Tensor) -> Inputs:
+        """The inputs, with another tensor as the one that gradients flow to."""
+        assert self.gradient_of is not None
+        return {**inputs, self.gradient_of: leaf}
+
+
+def where_masked(mask: Tensor, values: Tensor, garbage: float) -> Tensor:
+    """Garbage outside of the mask, in per-token values that may have more dimensions than the mask."""
+    return torch.where(mask.reshape(mask.shape + (1,) * (values.dim() - mask.dim())), values, garbage)
 
 
 def float64(value: Any) -> Any:
@@ -236,6 +251,37 @@ def policy_loss_case(name: str, config: fa.LossConfig, advantages: str, *extra: 
     )
 
 
+# ---- log-probs from logits -------------------------------------------------------------------------------------------
+
+
+def make_token_log_probs(vocab: int, extra: tuple[str, ...] = ()) -> Callable[[Draw], Inputs]:
+    def make(d: Draw) -> Inputs:
+        inputs = {
+            "logits": 3 * d.normal(*d.tokens, vocab),
+            "labels": torch.randint(0, vocab, d.tokens, generator=d.generator),
+            "mask": d.mask,
+        }
+        if "temperature" in extra:
+            inputs["temperature"] = 0.5 + d.uniform(*d.tokens)
+        return inputs
+
+    return make
+
+
+def token_log_probs(options: dict[str, Any]) -> Callable[..., Outputs]:
+    """With entropy and sum of squares, "loss" is one number a token that gradients of all three reach."""
+
+    def call(backend: str, **inputs: Any) -> Outputs:
+        out = fa.token_log_probs(**inputs, **options, backend=backend)
+        if out.entropy is None or out.sum_p2 is None:
+            return {"loss": out.log_probs}
+        loss = out.log_probs - 0.01 * out.entropy + 0.1 * out.sum_p2
+        return {"loss": loss, "entropy": out.entropy, "sum_p2": out.sum_p2}
+
+    return call
+
+
+MOMENTS = {"return_entropy": True, "return_sum_p2": True}
 PPO = fa.LossConfig(clip_high=0.28)
 CASES = (
     Case("turn_ids_from_mask", lambda d: {"mask": d.mask, "cu_seqlens": d.cu_seqlens}, turn_ids_from_mask),
@@ -270,5 +316,26 @@ CASES = (
         fa.LossConfig("reinforce", loss_agg_mode="seq-mean-token-sum-norm", horizon=40),
         "segment",
         "row weights",
+    ),
+    Case(
+        "token_log_probs",
+        make_token_log_probs(19),
+        token_log_probs({}),
+        token_inputs=("logits",),
+        gradient_of="logits",
+    ),
+    Case(
+        "token_log_probs[entropy, sum_p2, temperature]",
+        make_token_log_probs(16, ("temperature",)),
+        token_log_probs(MOMENTS),
+        token_inputs=("logits",),
+        gradient_of="logits",
+    ),
+    Case(
+        "token_log_probs[softcap]",
+        make_token_log_probs(5),
+        token_log_probs({**MOMENTS, "softcap": 10.0, "temperature": 0.7, "ignore_index": 2}),
+        token_inputs=("logits",),
+        gradient_of="logits",
     ),
 )

@@ -1,9 +1,9 @@
 """Launchers of the log-softmax kernels: CPU tensors in, no autograd, no checks of values.
 
-Logits are `[..., V]` in float32, bfloat16 or float16, any strides, read without a copy. Labels are int64 and contiguous,
-one a row: the column in this part of the vocabulary, NO_LABEL where another part has it, SKIPPED for a row that is not
-read (its results are 0); any other value gives NaN. An inverse temperature is a number, or float64 and contiguous, one a
-row. A softcap of 0 is none.
+Logits are `[..., V]` in float32, bfloat16 or float16, any strides, read without a copy. Labels are int64 and
+contiguous, one a row: the column in this part of the vocabulary, NO_LABEL where another part has it, SKIPPED for a row
+that is not read (its results are 0); any other value gives NaN. An inverse temperature is a number, or float64 and
+contiguous, one a row. A softcap of 0 is none.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def row_statistics(
     """One read of each row: what is merged over parts of the vocabulary.
 
     Returns:
-        `[5, R]` float64: the label's logit after softcap and temperature (-inf where it is not in this part), maximum m,
-        sum of e^(z - m), of e^(z - m) (z - m) and of e^(2 (z - m)).
+        `[5, R]` float64: the label's logit after softcap and temperature (-inf where it is not in this part), maximum
+        m, sum of e^(z - m), of e^(z - m) (z - m) and of e^(2 (z - m)).
     """
     statistics = torch.empty((5, labels.numel()), dtype=torch.float64)
     inputs = _inputs(logits, labels, inverse_temperature, softcap)
@@ -75,8 +75,8 @@ def log_probs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-prob, entropy and sum of squares like labels in float32, and the state that the gradient needs.
 
-    Without `moments`, entropy and sum of squares are empty. The state is lse, entropy, sum of squares, `[3, R]` float64,
-    `[1, R]` without moments.
+    Without `moments`, entropy and sum of squares are empty. The state is lse, entropy, sum of squares, `[3, R]`
+    float64, `[1, R]` without moments.
     """
     log_prob = torch.empty(labels.shape, dtype=torch.float32)
     shape = labels.shape if moments else (0,)
