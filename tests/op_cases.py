@@ -333,8 +333,8 @@ CASES = (
     ),
     Case(
         "token_log_probs[softcap]",
-        make_token_log_probs(5),
-        token_log_probs({**MOMENTS, "softcap": 10.0, "temperature": 0.7, "ignore_index": 2}),
+        make_token_log_probs(19),
+        token_log_probs({**MOMENTS, "softcap": 10.0, "temperature": 1.3, "ignore_index": 2}),
         token_inputs=("logits",),
         gradient_of="logits",
     ),
