@@ -177,25 +177,29 @@ void row_gradient(const Row<Number>& row, const RowGradient& g, int64_t label, d
   const Lanes p_scale(float(std::exp(-g.entropy - rest))), power_rest(float(-rest * kLog2E)), zero(0.0f);
   const Lanes g_log_prob(float(g.g_log_prob * inverse_temperature)), g_entropy(float(g.g_entropy * inverse_temperature * kLn2));
   const Lanes twice_g_sum_p2(float(2.0 * g.g_sum_p2 * inverse_temperature)), sum_p2(float(g.sum_p2));
-  for (int64_t i = 0; i < row.vocab; i += kLanes) {
-    const int64_t left = row.vocab - i;
-    Lanes z = load_columns<Number>(row.data + i * row.stride, row.stride, left), slope;
+  const auto sixteen = [&](const Lanes& raw) {
+    Lanes z = raw, slope;
     if constexpr (kCapped) {
-      const Capped<Lanes> c = row.capped(z);
-      z = c.value;
-      slope = c.slope;
+      const Capped<Lanes> c = row.capped(raw);
+      for (int k = 0; k < detail::kRegisters; ++k) z.v[k] = c.value.v[k], slope.v[k] = c.slope.v[k];
     }
     const Lanes relative = (z - shift) * scale;
     const LaneMask kept = above_floor(relative);
     const Lanes d = cut_at_floor(kept, relative), p = power(kept, d) * p_scale;
-    Lanes gradient;
-    if constexpr (kMoments) {
-      gradient = logit_gradient(p, d + power_rest, g_log_prob, g_entropy, twice_g_sum_p2, sum_p2);
+    if constexpr (kCapped) {
+      return select(kept, logit_gradient(p, d + power_rest, g_log_prob, g_entropy, twice_g_sum_p2, sum_p2) * slope, zero);
+    } else if constexpr (kMoments) {
+      return select(kept, logit_gradient(p, d + power_rest, g_log_prob, g_entropy, twice_g_sum_p2, sum_p2), zero);
     } else {
-      gradient = -p * g_log_prob;
+      return select(kept, -p * g_log_prob, zero);
     }
-    if constexpr (kCapped) gradient = gradient * slope;
-    store_columns<Number>(out + i * out_stride, out_stride, left, select(kept, gradient, zero));
+  };
+  int64_t i = 0;
+  if (row.stride == 1 && out_stride == 1)
+    for (; i + kLanes <= row.vocab; i += kLanes) Number::store(out + i, sixteen(Number::load(row.data + i)));
+  for (; i < row.vocab; i += kLanes) {
+    const int64_t left = row.vocab - i;
+    store_columns<Number>(out + i * out_stride, out_stride, left, sixteen(load_columns<Number>(row.data + i * row.stride, row.stride, left)));
   }
   // A label whose logit is -inf keeps gradient 0, as every logit of -inf.
   if (label >= 0 && at.value != kNone) out[label * out_stride] = Number::to(label_gradient_value);
