@@ -176,6 +176,7 @@ def test_peak_memory(dtype: torch.dtype, backend: str) -> None:
     logits, labels = torch.zeros(128, 151_936, dtype=dtype), torch.arange(128)
     options = {"return_entropy": True, "return_sum_p2": True, "backend": backend}
     fa.token_log_probs(logits, labels, **options)
+    assert peak_above_start(lambda: torch.ones(2**23)) > 2**24, "the measurement would notice"
     assert peak_above_start(lambda: fa.token_log_probs(logits, labels, **options)) < threads * 2**20
     leaf = logits.requires_grad_()
     kept: list[Any] = []
