@@ -78,3 +78,10 @@ def turn_advantages_loops(rewards: Tensor, groups: list[int], turn_ids: Tensor, 
                 lam = len(reached) / (len(reached) + kappa)
                 out[i][turn_ids[i] == turn] = float(rewards[i]) - (target + lam * (bucket - target))
     return out
+
+
+def log_softmax_results(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy and sum of squared probabilities as trainers write them: log_softmax in float32, then sums."""
+    log_p = torch.log_softmax(logits.float(), -1)  # [N, V]
+    p = log_p.exp()
+    return log_p.gather(-1, labels[:, None]).squeeze(-1), -(p * log_p).sum(-1), (p * p).sum(-1)

@@ -198,6 +198,59 @@ int py_policy_loss(const py::tuple& rows, const py::tuple& tensors, int advantag
   return policy_loss(in, rule, out, values, threads);
 }
 
+// (address, type, sizes of the leading dimensions, their strides, size of the vocabulary, its stride).
+LogitsView logits_view(const py::tuple& t) {
+  LogitsView v;
+  v.data = pointer<char>(t[0].cast<uintptr_t>());
+  v.dtype = DType(t[1].cast<int>());
+  const auto sizes = t[2].cast<py::tuple>(), strides = t[3].cast<py::tuple>();
+  v.dims = int(sizes.size());
+  if (v.dims > kLeadingDims || strides.size() != sizes.size()) throw std::invalid_argument("too many dimensions");
+  if (int(v.dtype) > int(DType::kFloat16) || int(v.dtype) < 0) throw std::invalid_argument("logits are float32, bfloat16 or float16");
+  v.rows = 1;
+  for (int d = 0; d < v.dims; ++d) {
+    v.sizes[d] = sizes[d].cast<int64_t>();
+    v.strides[d] = strides[d].cast<int64_t>();
+    v.rows *= v.sizes[d];
+  }
+  v.vocab = t[4].cast<int64_t>();
+  v.stride = t[5].cast<int64_t>();
+  return v;
+}
+
+// (logits, address of labels, address of inverse temperatures or 0, inverse temperature, softcap or 0).
+LogitsInputs logits_inputs(const py::tuple& t) {
+  return {logits_view(t[0].cast<py::tuple>()), pointer<const int64_t>(t[1].cast<uintptr_t>()),
+          pointer<const double>(t[2].cast<uintptr_t>()), t[3].cast<double>(), t[4].cast<float>()};
+}
+
+void py_row_statistics(const py::tuple& inputs, uintptr_t statistics, int threads) {
+  const LogitsInputs in = logits_inputs(inputs);
+  const py::gil_scoped_release release;
+  row_statistics(in, pointer<double>(statistics), threads);
+}
+
+void py_finish_statistics(int64_t parts, int64_t rows, uintptr_t statistics, uintptr_t results) {
+  const py::gil_scoped_release release;
+  finish_statistics(parts, rows, pointer<const double>(statistics), pointer<double>(results));
+}
+
+void py_token_log_probs(const py::tuple& inputs, uintptr_t log_probs, uintptr_t entropy, uintptr_t sum_p2, uintptr_t state, int threads) {
+  const LogitsInputs in = logits_inputs(inputs);
+  const LogProbsOutputs out{pointer<float>(log_probs), pointer<float>(entropy), pointer<float>(sum_p2), pointer<double>(state)};
+  const py::gil_scoped_release release;
+  token_log_probs(in, out, threads);
+}
+
+void py_logits_gradient(const py::tuple& inputs, uintptr_t lse, uintptr_t entropy, uintptr_t sum_p2, uintptr_t g_log_probs,
+                        uintptr_t g_entropy, uintptr_t g_sum_p2, const py::tuple& gradient, int threads) {
+  const LogitsInputs in = logits_inputs(inputs);
+  const LogitsView out = logits_view(gradient);
+  const LogProbsGradients upstream{pointer<const float>(g_log_probs), pointer<const float>(g_entropy), pointer<const float>(g_sum_p2)};
+  const py::gil_scoped_release release;
+  logits_gradient(in, pointer<const double>(lse), pointer<const double>(entropy), pointer<const double>(sum_p2), upstream, out, threads);
+}
+
 // Asks for large pages under an array that is about to be written: faults for small pages would cost more than the kernel.
 void advise_large_pages(uintptr_t address, int64_t bytes) {
 #if defined(__linux__)
@@ -233,4 +286,8 @@ PYBIND11_MODULE(FASTADV_MODULE, m) {
   m.def("turn_advantages", &py_turn_advantages);
   m.def("sequence_log_ratios", &py_sequence_log_ratios);
   m.def("policy_loss", &py_policy_loss);
+  m.def("row_statistics", &py_row_statistics);
+  m.def("finish_statistics", &py_finish_statistics);
+  m.def("token_log_probs", &py_token_log_probs);
+  m.def("logits_gradient", &py_logits_gradient);
 }

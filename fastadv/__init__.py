@@ -14,6 +14,7 @@ from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.sequence_log_ratios import sequence_log_ratios
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
+from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
 from fastadv.outcomes import Census, Outcome, census
@@ -42,6 +43,7 @@ __all__ = [
     "Segments",
     "SequenceLogRatios",
     "TokenIds",
+    "TokenLogProbs",
     "backends",
     "census",
     "checks",
@@ -61,6 +63,7 @@ __all__ = [
     "sequence_log_ratios",
     "singleton_rows",
     "token_counts",
+    "token_log_probs",
     "turn_advantages",
     "turn_ids_from_mask",
     "turn_ids_from_positions",

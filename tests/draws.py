@@ -115,6 +115,21 @@ class Case:
             outputs["gradient of entropy"] = leaves["entropy"].grad
         return outputs
 
+    def leaf(self, inputs: Inputs) -> Tensor:
+        """A copy of the input that gradients flow to, which takes them."""
+        assert self.gradient_of is not None
+        return inputs[self.gradient_of].clone().requires_grad_()
+
+    def with_leaf(self, inputs: Inputs, leaf: Tensor) -> Inputs:
+        """The inputs, with another tensor as the one that gradients flow to."""
+        assert self.gradient_of is not None
+        return {**inputs, self.gradient_of: leaf}
+
+
+def where_masked(mask: Tensor, values: Tensor, garbage: float) -> Tensor:
+    """Garbage outside of the mask, in per-token values that may have more dimensions than the mask."""
+    return torch.where(mask.reshape(mask.shape + (1,) * (values.dim() - mask.dim())), values, garbage)
+
 
 def float64(value: Any) -> Any:
     """Floating tensors as float64, whatever holds them."""

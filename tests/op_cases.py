@@ -6,13 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from draws import BACKENDS, GARBAGE, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64
+from draws import BACKENDS, GARBAGE, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64, where_masked
 from loss_cases import LOSS_CASES
 from torch import Tensor
 
 import fastadv as fa
 
-__all__ = ["BACKENDS", "CASES", "GARBAGE", "NATIVE", "Case", "Draw", "Inputs", "Outputs", "Shape", "float64"]
+__all__ = [
+    "BACKENDS",
+    "CASES",
+    "GARBAGE",
+    "NATIVE",
+    "Case",
+    "Draw",
+    "Inputs",
+    "Outputs",
+    "Shape",
+    "float64",
+    "where_masked",
+]
 
 # ---- turns and segments ----------------------------------------------------------------------------------------------
 
@@ -81,6 +93,37 @@ def with_include(make: Callable[[Draw], Inputs]) -> Callable[[Draw], Inputs]:
     return lambda d: {**make(d), "include": d.include}
 
 
+# ---- log-probs from logits -------------------------------------------------------------------------------------------
+
+
+def make_token_log_probs(vocab: int, extra: tuple[str, ...] = ()) -> Callable[[Draw], Inputs]:
+    def make(d: Draw) -> Inputs:
+        inputs = {
+            "logits": 2 * d.normal(*d.tokens, vocab),
+            "labels": torch.randint(0, vocab, d.tokens, generator=d.generator),
+            "mask": d.mask,
+        }
+        if "temperature" in extra:
+            inputs["temperature"] = 0.5 + d.uniform(*d.tokens)
+        return inputs
+
+    return make
+
+
+def token_log_probs(options: dict[str, Any]) -> Callable[..., Outputs]:
+    """With entropy and sum of squares, "loss" is one number a token that gradients of all three reach."""
+
+    def call(backend: str, **inputs: Any) -> Outputs:
+        out = fa.token_log_probs(**inputs, **options, backend=backend)
+        if out.entropy is None or out.sum_p2 is None:
+            return {"loss": out.log_probs}
+        loss = out.log_probs - 0.01 * out.entropy + 0.1 * out.sum_p2
+        return {"loss": loss, "entropy": out.entropy, "sum_p2": out.sum_p2}
+
+    return call
+
+
+MOMENTS = {"return_entropy": True, "return_sum_p2": True}
 CASES = (
     Case("turn_ids_from_mask", lambda d: {"mask": d.mask, "cu_seqlens": d.cu_seqlens}, turn_ids_from_mask),
     Case("segments", lambda d: {"turn_ids": d.turn_ids(), "cu_seqlens": d.cu_seqlens}, segments),
@@ -111,4 +154,25 @@ CASES = (
         silent=excluded,
     ),
     *LOSS_CASES,
+    Case(
+        "token_log_probs",
+        make_token_log_probs(19),
+        token_log_probs({}),
+        token_inputs=("logits",),
+        gradient_of="logits",
+    ),
+    Case(
+        "token_log_probs[entropy, sum_p2, temperature]",
+        make_token_log_probs(16, ("temperature",)),
+        token_log_probs(MOMENTS),
+        token_inputs=("logits",),
+        gradient_of="logits",
+    ),
+    Case(
+        "token_log_probs[softcap]",
+        make_token_log_probs(19),
+        token_log_probs({**MOMENTS, "softcap": 10.0, "temperature": 1.3, "ignore_index": 2}),
+        token_inputs=("logits",),
+        gradient_of="logits",
+    ),
 )

@@ -49,8 +49,8 @@ def test_nothing_waits_for_values(case: Case) -> None:
     with mode:
         case.call("reference", **inputs)
         if case.gradient_of:
-            leaf = inputs["log_probs"].requires_grad_()
-            case.call("reference", **{**inputs, "log_probs": leaf})["loss"].sum().backward()
+            leaf = inputs[case.gradient_of].requires_grad_()
+            case.call("reference", **case.with_leaf(inputs, leaf))["loss"].sum().backward()
             assert leaf.grad is not None
 
 
@@ -67,8 +67,8 @@ def test_compiles_without_a_graph_break(case: Case, backend: str) -> None:
     inputs = with_index_objects(case)
     plain = case.run(backend, inputs)
     compiled = torch.compile(lambda **given: case.call(backend, **given), fullgraph=True, backend="aot_eager")
-    leaf = inputs["log_probs"].clone().requires_grad_() if case.gradient_of else None
-    outputs = compiled(**(inputs if leaf is None else {**inputs, "log_probs": leaf}))
+    leaf = case.leaf(inputs) if case.gradient_of else None
+    outputs = compiled(**(inputs if leaf is None else case.with_leaf(inputs, leaf)))
     for name, value in outputs.items():
         torch.testing.assert_close(value, plain[name], rtol=1e-6, atol=1e-6)
     if leaf is not None:
@@ -91,7 +91,7 @@ def test_opcheck(case: Case, backend: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("fastadv.ops._register.needs_dispatcher", lambda args: True)
     inputs = with_index_objects(case)
     if case.gradient_of:
-        inputs["log_probs"] = inputs["log_probs"].requires_grad_()
+        inputs[case.gradient_of] = inputs[case.gradient_of].requires_grad_()
         monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)  # the compiled way registers autograd
     case.call(backend, **inputs)
     monkeypatch.undo()

@@ -123,4 +123,49 @@ enum PolicyLossSum : int {
 // Writes kPolicyLossSums numbers to `sums`; returns the faults.
 int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, int threads);
 
+// ---- token_log_probs.cpp: log-softmax of rows of logits
+constexpr int64_t kNoLabel = -1;     // the row's label is in another part of the vocabulary
+constexpr int64_t kSkippedRow = -2;  // masked or ignored: not read
+constexpr int kLeadingDims = 8;
+struct LogitsView {  // rows are counted through all leading dimensions
+  char* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t rows = 0, vocab = 0;
+  int64_t stride = 1;  // elements from one logit of a row to the next
+  int dims = 0;        // leading dimensions
+  int64_t sizes[kLeadingDims] = {}, strides[kLeadingDims] = {};
+  int64_t row(int64_t r) const {  // index of the row's first element
+    int64_t element = 0;
+    for (int d = dims - 1; d >= 0; r /= sizes[d--]) element += r % sizes[d] * strides[d];
+    return element;
+  }
+};
+struct LogitsInputs {
+  LogitsView logits;
+  const int64_t* labels = nullptr;  // [rows]: column, kNoLabel or kSkippedRow; any other gives NaN
+  const double* inverse_temperatures = nullptr;  // [rows] or null
+  double inverse_temperature = 1.0;              // of every row, where there is no array
+  float softcap = 0.0f;                          // 0: none
+  double temperature_factor(int64_t row) const { return inverse_temperatures ? inverse_temperatures[row] : inverse_temperature; }
+};
+struct LogProbsOutputs {  // each [rows]; entropy, sum_p2 and state 1 and 2 are not computed where entropy is null
+  float* log_probs = nullptr;
+  float* entropy = nullptr;
+  float* sum_p2 = nullptr;
+  double* state = nullptr;  // [3, rows] or [1, rows]: lse, entropy, sum_p2, what the gradient needs
+};
+struct LogProbsGradients {  // each [rows]; null: nothing flows back from it
+  const float* log_probs = nullptr;
+  const float* entropy = nullptr;
+  const float* sum_p2 = nullptr;
+};
+// statistics [5, rows]: the label's logit (-inf: none), maximum, s, w, q (see fastadv/log_softmax.h)
+void row_statistics(const LogitsInputs& in, double* statistics, int threads);
+// statistics [parts, 5, rows], merged in order of parts; results [4, rows]: log_prob, entropy, sum_p2, lse
+void finish_statistics(int64_t parts, int64_t rows, const double* statistics, double* results);
+void token_log_probs(const LogitsInputs& in, const LogProbsOutputs& out, int threads);
+// `gradient` may be the logits themselves. entropy and sum_p2 may be null where nothing flows back from them.
+void logits_gradient(const LogitsInputs& in, const double* lse, const double* entropy, const double* sum_p2,
+                     const LogProbsGradients& upstream, const LogitsView& gradient, int threads);
+
 }  // namespace fastadv

@@ -167,6 +167,21 @@ struct LaneSum {
   }
 };
 
+// The same in float64, of the sums of tiles: float32 holds a thousand additions well, and a million badly.
+struct WideSum {
+  double lanes[kLanes] = {};
+  void add(const LaneSum& tile) {
+    float part[kLanes];
+    store(part, tile.lanes);
+    for (int k = 0; k < kLanes; ++k) lanes[k] += part[k];
+  }
+  double total() const {
+    double sum = 0.0;
+    for (double x : lanes) sum += x;
+    return sum;
+  }
+};
+
 // How often each lane of a mask was true; exact up to 2^31 times.
 struct LaneCount {
   LaneMask lanes{};

@@ -34,6 +34,26 @@ struct TileSums {
   LaneCount clipped, bounded, saturated, tokens, rejected, capped, missing;
 };
 
+// Sums over the tiles of a piece; counts run on in `tile`.
+struct PieceSums {
+  TileSums tile;
+  WideSum loss, policy, gradient, negative_log_ratio, kl, entropy, is_weight;
+  void settle(bool extended) {
+    const auto move = [](WideSum& wide, LaneSum& lanes) {
+      wide.add(lanes);
+      lanes = LaneSum();
+    };
+    move(loss, tile.loss);
+    move(negative_log_ratio, tile.negative_log_ratio);
+    if (!extended) return;
+    move(policy, tile.policy);
+    move(gradient, tile.gradient);
+    move(kl, tile.kl);
+    move(entropy, tile.entropy);
+    move(is_weight, tile.is_weight);
+  }
+};
+
 // Sixteen tokens. A token outside the mask or with weight 0 is replaced before any arithmetic, so whatever lies there
 // (NaN, inf, garbage) reaches neither value, gradient nor metric. kExtended: anything beside log-probs, advantages and mask.
 template <Loss kLoss, bool kExtended>
@@ -197,7 +217,7 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
   const TokenView* const optional[kOptional] = {&in.token_weights, &in.is_weights, &in.rollout_log_probs, &in.ref_log_probs, &in.entropy};
   const bool extended = in.row_is_weights || rule.shared_gradient ||
                         std::any_of(std::begin(optional), std::end(optional), [](const TokenView* view) { return view->present(); });
-  TileSums sums;
+  PieceSums sums;
   bool fractional = false;
   for (int64_t token = from; token < to; token += kTile) {
     const int64_t n = std::min(kTile, to - token);
@@ -232,32 +252,33 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
         tile.advantages = buffers.advantages;
       }
       if (extended) {
-        run_tile<kLoss, true>(tile, n, rule, sums);
+        run_tile<kLoss, true>(tile, n, rule, sums.tile);
       } else {
-        run_tile<kLoss, false>(tile, n, rule, sums);
+        run_tile<kLoss, false>(tile, n, rule, sums.tile);
       }
+      sums.settle(extended);
     }
     gradient.flush(token, n);
     entropy_gradient.flush(token, n);
   }
   if (fractional) block.faults |= kFractionalMask;
-  const double tokens = sums.tokens.total();
+  const double tokens = sums.tile.tokens.total();
   if (tokens == 0.0) return;  // whatever the scale is: no token, nothing to add
   double* total = block.sums;
   total[kLossSum] += sums.loss.total() * row_scale;
   total[kPolicySum] += (extended ? sums.policy : sums.loss).total() * row_scale;
-  total[kClipped] += sums.clipped.total();
-  total[kBounded] += sums.bounded.total();
-  total[kSaturated] += sums.saturated.total();
+  total[kClipped] += sums.tile.clipped.total();
+  total[kBounded] += sums.tile.bounded.total();
+  total[kSaturated] += sums.tile.saturated.total();
   total[kNegativeLogRatio] += sums.negative_log_ratio.total();
   total[kTokens] += tokens;
   if (!extended) return;
   total[kKlSum] += sums.kl.total();
   total[kEntropySum] += sums.entropy.total();
   total[kIsWeight] += sums.is_weight.total();
-  total[kRejected] += sums.rejected.total();
-  total[kCapped] += sums.capped.total();
-  total[kMissing] += sums.missing.total();
+  total[kRejected] += sums.tile.rejected.total();
+  total[kCapped] += sums.tile.capped.total();
+  total[kMissing] += sums.tile.missing.total();
   if (rule.shared_gradient) block.shared.push_back({row, sums.gradient.total() * row_scale, tokens});
 }
 

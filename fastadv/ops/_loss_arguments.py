@@ -62,6 +62,8 @@ def advantages(op: str, given: Any, turn_ids: Any, rows: Rows, device: torch.dev
     validation.tensor(op, "turn_ids", ids, shape=tuple(rows.shape), dtypes=(torch.int32, torch.int64), device=device)
     if index.num_rows != rows.count:
         raise ValueError(f"{op}: advantages is a table of {index.num_rows} rollouts, log_probs has {rows.count}")
+    if turn_ids is None or isinstance(turn_ids, Segments):
+        (index if turn_ids is None else turn_ids).check_layout(op, rows)
     return Advantages(SEGMENT, values, ids, index.offsets)
 
 

@@ -1,0 +1,291 @@
+"""Log-probability of each label, entropy and sum of squared probabilities from logits, in one read of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastadv import dispatch, native, validation
+from fastadv.ops import _logits
+from fastadv.ops._logits import INVALID, LEADING_DIMS, SKIPPED
+from fastadv.ops._register import native_op
+from fastadv.reference import token_log_probs as reference
+
+
+class TokenLogProbs(NamedTuple):
+    """Shaped like the labels; float32, float64 for float64 logits. What was not asked for is None."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    sum_p2: Tensor | None
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+def _fake(
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperatures: Tensor | None,
+    inverse_temperature: float,
+    softcap: float,
+    moments: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = labels.shape if moments else (0,)
+    state = logits.new_empty((3 if moments else 1, labels.numel()), dtype=torch.float64)
+    log_probs, entropy, sum_p2 = (logits.new_empty(s, dtype=torch.float32) for s in (labels.shape, shape, shape))
+    return log_probs, entropy, sum_p2, state
+
+
+def _fake_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperatures: Tensor | None,
+    inverse_temperature: float,
+    softcap: float,
+    state: Tensor,
+    g_log_probs: Tensor | None,
+    g_entropy: Tensor | None,
+    g_sum_p2: Tensor | None,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@native_op("token_log_probs_backward", _fake_gradient)
+def _launch_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperatures: Tensor | None,
+    inverse_temperature: float,
+    softcap: float,
+    state: Tensor,
+    g_log_probs: Tensor | None,
+    g_entropy: Tensor | None,
+    g_sum_p2: Tensor | None,
+) -> Tensor:
+    inverse = inverse_temperature if inverse_temperatures is None else inverse_temperatures
+    out = native.empty(logits.shape, logits.dtype)
+    upstream = (g_log_probs, g_entropy, g_sum_p2)
+    return _logits.logits_gradient(logits, labels, *_parts(state), *upstream, inverse, softcap, out=out)
+
+
+def _parts(state: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return (state[0], state[1], state[2]) if state.shape[0] == 3 else (state[0], None, None)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, inverse_temperatures, ctx.inverse_temperature, ctx.softcap, ctx.moments = inputs
+    ctx.save_for_backward(logits, labels, inverse_temperatures, output[3])
+
+
+def _backward(ctx: Any, g_log_probs: Tensor, g_entropy: Tensor, g_sum_p2: Tensor, g_state: Tensor) -> tuple[Any, ...]:
+    logits, labels, inverse_temperatures, state = ctx.saved_tensors
+    upstream = (g_log_probs, g_entropy, g_sum_p2) if ctx.moments else (g_log_probs, None, None)
+    scaling = (inverse_temperatures, ctx.inverse_temperature, ctx.softcap)
+    return _launch_gradient(logits, labels, *scaling, state, *upstream), None, None, None, None, None
+
+
+@native_op("token_log_probs", _fake, autograd=(_backward, _setup_context))
+def _launch(
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperatures: Tensor | None,
+    inverse_temperature: float,
+    softcap: float,
+    moments: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inverse = inverse_temperature if inverse_temperatures is None else inverse_temperatures
+    return _logits.log_probs(logits, labels, inverse, softcap, moments)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Saves the logits and three numbers a row; the backward reads the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rest: tuple[Any, ...], in_place: bool) -> tuple[Tensor, ...]:
+        labels, inverse_temperatures, *ctx.numbers, moments = rest
+        log_probs, entropy, sum_p2, state = _launch(logits, *rest)
+        ctx.save_for_backward(logits, labels, inverse_temperatures, state)
+        ctx.in_place = in_place
+        ctx.set_materialize_grads(False)
+        return (log_probs, entropy, sum_p2) if moments else (log_probs,)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
+        logits, labels, inverse_temperatures, state = ctx.saved_tensors  # raises where the logits were overwritten
+        inverse_temperature, softcap = ctx.numbers
+        given = (*upstream, None, None)[:3]
+        if all(g is None for g in given):
+            return None, None, None
+        if not ctx.in_place:
+            scaling = (inverse_temperatures, inverse_temperature, softcap)
+            return _launch_gradient(logits, labels, *scaling, state, *given), None, None
+        inverse = inverse_temperature if inverse_temperatures is None else inverse_temperatures
+        gradient = logits.detach()
+        g_log_probs, g_entropy, g_sum_p2 = given
+        _logits.logits_gradient(
+            logits, labels, *_parts(state), g_log_probs, g_entropy, g_sum_p2, inverse, softcap, out=gradient
+        )
+        torch.autograd.graph.increment_version(logits)
+        return gradient, None, None
+
+
+# ---- the public op ---------------------------------------------------------------------------------------------------
+
+
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = None,
+    return_entropy: bool = False,
+    return_sum_p2: bool = False,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+) -> TokenLogProbs:
+    """Log-probability of each label under softmax(logits), with entropy and sum of squared probabilities.
+
+    One read of the logits, no other memory of their size; the gradient is one tensor like them, written once. All three
+    results are differentiable.
+
+    A logit of -inf is a token of probability exactly 0: it adds 0 to every result and its gradient is 0. If it is the
+    label's, the log-prob is -inf, and the gradient of that log-prob is -p at every finite logit and 0 at those of -inf.
+    A row in which all logits are -inf, or one is NaN, gives NaN.
+
+    Args:
+        logits: `[N, V]`, `[B, T, V]` or any leading shape; float32, bfloat16 or float16 (native), float64 (reference);
+            any strides.
+        labels: int32 or int64, shaped like logits without the last dimension.
+        mask: like labels, bool, integer or whole-valued float: where it is 0 the row is not read, its results and its
+            gradient are exactly 0, whatever lies there, the label too.
+        temperature: the softmax is of logits / temperature, after conversion to float32; a positive number, or a
+            tensor like labels, without gradient.
+        softcap: logits become softcap * tanh(logits / softcap), before the temperature; -inf stays -inf. None: none.
+        ignore_index: a label that is treated as mask 0. None: there is none; a negative label is then an error, not a
+            column counted from the end.
+        return_entropy: also -sum p log p.
+        return_sum_p2: also sum p^2, which the optimal token baseline needs.
+        inplace_backward: the backward writes the gradient over the logits, which then are no logits any more: autograd
+            raises where they, or this graph, are used for a gradient again. Without effect on the reference and under
+            torch.compile.
+        backend: "auto", "reference" or "cpu".
+
+    Returns:
+        TokenLogProbs(log_probs, entropy, sum_p2), each like labels, None where not asked for; float32 (float64 for
+        float64 logits). log_probs are at most 0. A row's results do not depend on the other rows, to the bit.
+
+    Raises:
+        ValueError: a label outside of [0, V) that neither the mask nor ignore_index excludes (under torch.compile, and
+            on a GPU without `fa.checks("on")`, NaN instead); shapes that do not fit; a temperature or softcap that is
+            not positive and finite; a fractional mask value; inplace_backward for logits whose elements share memory.
+        TypeError: an argument of another type or dtype.
+
+    Source: docs/ops/token_log_probs.md. The reading of blocks is the online softmax (Milakov and Gimelshein 2018).
+    """
+    op = "token_log_probs"
+    validation.tensor(op, "logits", logits, dtypes=validation.FLOATS)
+    if not 1 <= logits.dim() <= LEADING_DIMS + 1 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"{op}: logits has shape {list(logits.shape)}; pass [..., V] with V of at least 1 and at most "
+            f"{LEADING_DIMS} leading dimensions"
+        )
+    shape, vocab, device = tuple(logits.shape[:-1]), logits.shape[-1], logits.device
+    validation.tensor(op, "labels", labels, shape=shape, dtypes=(torch.int32, torch.int64), device=device)
+    if mask is not None:
+        dtypes = (torch.bool, *validation.INTEGERS, *validation.FLOATS)
+        validation.tensor(op, "mask", mask, shape=shape, dtypes=dtypes, device=device)
+        validation.mask_values(op, "mask", mask)
+    if softcap is not None:
+        _positive(op, "softcap", softcap)
+    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
+        raise TypeError(f"{op}: ignore_index is a {type(ignore_index).__name__}; pass an integer or None")
+    overlaps = any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    if inplace_backward and overlaps:
+        raise ValueError(
+            f"{op}: inplace_backward is set, but logits is an expanded tensor whose elements share memory; "
+            "pass logits.contiguous()"
+        )
+
+    reads = _reads(labels, mask, ignore_index)
+    codes = _codes(op, labels, reads, vocab, ignore_index)
+    if isinstance(temperature, Tensor):
+        temperature = _temperatures(op, temperature, reads, shape, device)
+    else:
+        _positive(op, "temperature", temperature)
+
+    moments = return_entropy or return_sum_p2
+    if dispatch.resolve(op, backend, logits) == "reference":
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        if reads is None:
+            reads = torch.ones_like(labels, dtype=torch.bool)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(dtype)
+        results: tuple[Tensor, ...] = reference.token_log_probs(
+            logits.to(dtype), labels.to(torch.int64), reads, temperature, softcap
+        )
+    else:
+        inverse = (1 / temperature, 1.0) if isinstance(temperature, Tensor) else (None, 1 / temperature)
+        rest = (codes, *inverse, float(softcap or 0.0), moments)
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
+            results = _launch(logits, *rest)
+        else:
+            results = _TokenLogProbs.apply(logits, rest, inplace_backward)  # type: ignore[no-untyped-call]
+    return TokenLogProbs(results[0], results[1] if return_entropy else None, results[2] if return_sum_p2 else None)
+
+
+def _positive(op: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass a number")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op}: {name} is {value}; it must be finite and greater than 0")
+
+
+def _reads(labels: Tensor, mask: Tensor | None, ignore_index: int | None) -> Tensor | None:
+    """Rows that are read; None: all."""
+    kept = None if ignore_index is None else labels != ignore_index
+    if mask is None:
+        return kept
+    return mask != 0 if kept is None else (mask != 0) & kept
+
+
+def _codes(op: str, labels: Tensor, reads: Tensor | None, vocab: int, ignore_index: int | None) -> Tensor:
+    """Labels as the kernels take them, `[...]` int64: contiguous, SKIPPED and INVALID marked."""
+    labels = labels.detach().to(torch.int64)
+    outside = (labels < 0) | (labels >= vocab)
+    if reads is not None:
+        outside = outside & reads
+    if validation.reads_values(labels, reads) and bool(outside.any()):
+        position = outside.nonzero()[0].tolist()
+        value, but = int(labels[tuple(position)]), "" if ignore_index is None else f", or ignore_index ({ignore_index})"
+        where = f"labels[{', '.join(map(str, position))}]" if position else "labels"
+        raise ValueError(
+            f"{op}: {where} is {value}; a label must be in [0, {vocab}){but}. Exclude the row by mask or ignore_index"
+        )
+    codes = torch.where(outside, INVALID, labels)
+    return (codes if reads is None else torch.where(reads, codes, SKIPPED)).contiguous()
+
+
+def _temperatures(
+    op: str, temperature: Tensor, reads: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Temperatures of all rows as float64, contiguous; 1 where the row is not read, NaN where it has no meaning."""
+    validation.tensor(op, "temperature", temperature, shape=shape, dtypes=validation.FLOATS, device=device)
+    if temperature.requires_grad:
+        raise ValueError(f"{op}: temperature requires grad; no gradient flows to it, pass temperature.detach()")
+    found = temperature.to(torch.float64)
+    if reads is not None:
+        found = torch.where(reads, found, 1.0)
+    bad = ~((found > 0) & found.isfinite())
+    if validation.reads_values(found) and bool(bad.any()):
+        position = bad.nonzero()[0].tolist()
+        where, value = ", ".join(map(str, position)), float(found[tuple(position)])
+        raise ValueError(f"{op}: temperature[{where}] is {value}; it must be finite and greater than 0")
+    return torch.where(bad, torch.nan, found).contiguous()
