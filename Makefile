@@ -21,8 +21,10 @@ OP_TESTS := $(addprefix tests/test_,$(addsuffix .py,contracts contracts_input co
 	advantages policy_loss batch metamorphic reports))
 sanitize: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt pybind11 setuptools
-	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build --build-base build/sanitize \
-		--build-lib build/sanitize/lib
+	rm -rf build/sanitize
+	CFLAGS="$(SANITIZERS)" CXXFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \
+		$(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib build/sanitize/lib
+	nm -D build/sanitize/lib/fastadv/_cpu_baseline*.so | grep -q __asan_report  # the flags arrived
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(BIN)/pytest -q -m "not slow and not gpu" -o pythonpath="build/sanitize/lib ." $(OP_TESTS)
