@@ -142,7 +142,7 @@ BAD = [
     (loss, {"advantages": 1.0}, TypeError, r"advantages is a float"),
     (loss, {"weights": torch.ones(4)}, ValueError, r"weights has shape \[4\]"),
     (loss, {"is_weights": torch.ones(2)}, ValueError, r"is_weights has shape \[2\]"),
-    (loss, {"config": "pop"}, ValueError, r"config is 'pop'; it must be a LossConfig or one of 'reinforce', 'gpg', 'ppo'"),
+    (loss, {"config": "pop"}, ValueError, r"config is 'pop'; it must be a LossConfig or one of 'reinforce'"),
     (loss, {"reduction": "mean"}, ValueError, r"reduction is 'mean'; it must be one of 'loss', 'none'"),
     (loss, {"denominator": 0.0}, ValueError, r"denominator is 0.0; it must be positive"),
     (loss, {"denominator": torch.tensor(-3.0)}, ValueError, r"denominator is -3.0"),

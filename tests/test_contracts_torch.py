@@ -183,10 +183,10 @@ DIFFERENTIABLE = pytest.mark.parametrize("case", [c for c in CASES if c.gradient
 @DIFFERENTIABLE
 def test_transforms_run_on_the_reference_and_are_refused_by_kernels(case: Case) -> None:
     inputs = case.make(Shape().draw())
-    leaf = inputs["log_probs"]
+    leaf = inputs[case.gradient_of]
 
-    def loss(backend: str, log_probs: Tensor) -> Tensor:
-        return case.call(backend, **{**inputs, "log_probs": log_probs})["loss"].sum()
+    def loss(backend: str, leaf: Tensor) -> Tensor:
+        return case.call(backend, **case.with_leaf(inputs, leaf))["loss"].sum()
 
     plain = case.run("reference", inputs)["gradient"]
     for backend in ("reference", "auto"):
@@ -209,7 +209,7 @@ def test_vmap_runs_on_the_reference() -> None:
 def test_second_derivatives_of_registered_ops_are_refused(case: Case, backend: str, monkeypatch: Any) -> None:
     """Their gradient is a kernel's: it has no graph, and says so instead of ending one."""
     inputs = with_index_objects(case)
-    leaf = inputs["log_probs"].requires_grad_()
+    leaf = inputs[case.gradient_of].requires_grad_()
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)  # the registered way
     value = case.call(backend, **inputs)["loss"].sum()
     monkeypatch.undo()

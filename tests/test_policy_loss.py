@@ -385,11 +385,11 @@ def test_masks_of_negative_numbers_count(backend: str) -> None:
 
 @ON
 def test_long_sums_keep_their_digits(backend: str) -> None:
-    """Four million equal losses, of which float32 would lose a hundred-thousandth."""
+    """Four million equal losses, of which sums in float32 would lose a hundred-thousandth."""
     tokens = 2**22
     log_probs = torch.full((tokens,), -0.1)
     config = fa.LossConfig("reinforce", loss_agg_mode="token-sum")
     ones = torch.ones(1).expand(tokens)
     for mask in (ones, ones.bool()):
         loss = fa.policy_loss(log_probs, None, ones, mask, config=config, backend=backend).loss
-        assert float(loss) == pytest.approx(float(torch.tensor(0.1)) * tokens, rel=2e-7)
+        assert float(loss) == pytest.approx(float(torch.tensor(0.1)) * tokens, rel=1e-6)

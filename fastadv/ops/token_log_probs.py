@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastadv import dispatch, native, validation
 from fastadv.ops import _logits
 from fastadv.ops._logits import INVALID, LEADING_DIMS, SKIPPED
-from fastadv.ops._register import native_op
+from fastadv.ops._register import first_order, native_op
 from fastadv.reference import token_log_probs as reference
 
 
@@ -115,7 +114,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return (log_probs, entropy, sum_p2) if moments else (log_probs,)
 
     @staticmethod
-    @once_differentiable
+    @first_order("token_log_probs")
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
         logits, labels, inverse_temperatures, state = ctx.saved_tensors  # raises where the logits were overwritten
         inverse_temperature, softcap = ctx.numbers
