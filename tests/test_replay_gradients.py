@@ -218,9 +218,25 @@ def test_rollouts_that_a_policy_cannot_score(folder: Path, batch: fa.Batch, tmp_
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"has no config\.json"):
         Policy.load(tmp_path)
+    with pytest.raises(ReplayError, match="--temperature is inf; it must be finite and above 0"):
+        Policy(torch.nn.Linear(1, 1), 1, None, math.inf)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ReplayError, match="cannot be loaded as a policy"):
         Policy.load(tmp_path)
+
+
+def test_a_parameter_that_no_rollout_reaches_has_no_gradient(folder: Path, batch: fa.Batch) -> None:
+    """As an expert that no token is sent to: it is zero in the flat gradient, and the rest is as without it."""
+    plain, wider = Policy.load(folder), Policy.load(folder)
+    wider.model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    table = fa.SegmentTable(torch.ones(batch.segments.count), batch.segments)
+    wanted = [Weighted(table, torch.ones(batch.num_rollouts))]
+    gradient, expected = policy_gradients(wider, batch, wanted), policy_gradients(plain, batch, wanted)
+    names = [name for name, _ in wider.model.named_parameters()]
+    sizes = [p.numel() for p in wider.parameters]
+    parts = dict(zip(names, gradient[0].split(sizes), strict=True))
+    assert parts.pop("unused").tolist() == [0, 0, 0]
+    assert torch.equal(torch.cat(list(parts.values())), expected[0])
 
 
 def test_a_gradient_that_is_not_finite(folder: Path, batch: fa.Batch) -> None:

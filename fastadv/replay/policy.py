@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastadv.batch import Batch
-from fastadv.replay.errors import ReplayError
+from fastadv.replay.errors import ReplayError, finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +22,9 @@ class Policy:
     vocabulary: int
     context: int | None  # longest sequence, if the configuration says
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        finite("--temperature", self.temperature, above=0)
 
     @classmethod
     def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> Policy:
@@ -45,8 +48,11 @@ class Policy:
         except Exception as error:  # transformers has many ways to say that a checkpoint is broken
             raise ReplayError(f"{folder} cannot be loaded as a policy ({type(error).__name__}: {error})") from error
         model.eval()
-        config = model.config
-        return cls(model, int(config.vocab_size), getattr(config, "max_position_embeddings", None), temperature)
+        config = model.config.get_text_config()
+        vocabulary, context = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
+        if not isinstance(vocabulary, int):
+            raise ReplayError(f"{folder} cannot be used as a policy: its configuration has no vocab_size")
+        return cls(model, vocabulary, context if isinstance(context, int) else None, temperature)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -1,4 +1,8 @@
-"""The plan's predictions that logged rollouts decide: one function each, with its threshold, interval and verdict."""
+"""Predictions that logged rollouts decide: one function each, with its threshold, interval and verdict.
+
+P1 is the two-outcome identity (docs/theory.md, 7), P7 what the turn-reached baseline removes (docs/theory.md, 14).
+Claims and thresholds were written down before any rollouts were looked at.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def p7_variance_drop(
         detail = "no group has a spread of rewards: there is no variance to cut"
         return Prediction("P7", claim, {}, threshold, None, NO_DATA, detail)
     drop = 1 - float(e.sum() / a.sum())
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed % 2**64)  # any integer
     picks = torch.randint(0, a.shape[0], (draws, a.shape[0]), generator=generator)
     sums = a[picks].sum(1)
     drops = (1 - e[picks].sum(1) / sums)[sums > 0]
