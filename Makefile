@@ -39,8 +39,8 @@ format: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.venv/peers: .venv/installed bench/peers.txt
-	$(BIN)/pip install --quiet --no-deps verl==0.9.1
+.venv/peers: .venv/installed bench/peers.txt bench/peers_alone.txt
+	$(BIN)/pip install --quiet --no-deps --requirement bench/peers_alone.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement bench/peers.txt
 	touch $@
 

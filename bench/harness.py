@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+DIRTY = "**The tree had changes that no commit holds: measure again before quoting this.**"
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ def machine() -> dict[str, object]:
     }
 
 
+def clean(commit: str) -> bool:
+    """Whether `git describe --always --dirty` named a commit that holds everything that ran."""
+    return commit != "unknown" and not commit.endswith("-dirty")
+
+
 @dataclass(frozen=True)
 class Line:
     """One comparison: ours against a peer or the floor, with the bar it has to meet."""
@@ -180,7 +186,8 @@ def write(name: str, title: str, lines: list[Line], details: dict[str, object]) 
         )
     facts_text = ", ".join(f"{key} {value}" for key, value in facts.items())
     states = "Medians of interleaved rounds; each in its own steady state where nothing else is said."
-    text = "\n".join([f"# {title}", "", *table, "", f"{facts_text}. {states}", ""])
+    warning = [] if clean(str(facts["commit"])) else [DIRTY, ""]
+    text = "\n".join([f"# {title}", "", *warning, *table, "", f"{facts_text}. {states}", ""])
     (RESULTS / f"{name}.md").write_text(text)
     document = {"title": title, "machine": facts, "lines": [asdict(line) for line in lines], "details": details}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
