@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ WARM = 0.04  # seconds of runs in a turn that are not counted
 
 
 def interleave(
-    implementations: dict[str, Callable[[], object]], *, rounds: int = 8, counted: int = 3
+    implementations: Mapping[str, Callable[[], object]], *, rounds: int = 8, counted: int = 3
 ) -> dict[str, Timing]:
     """Times implementations in turns, another one first in each round, so that a machine that drifts drifts for all.
 
@@ -172,7 +172,7 @@ def against_floor(what: str, ours: Timing, floor: float, bar: float | None = Non
     return Line(what, ours.p50, floor, ours.p50 / floor, bar, "floor")
 
 
-def write(name: str, title: str, lines: list[Line], details: dict[str, object]) -> bool:
+def write(name: str, title: str, lines: list[Line], details: Mapping[str, object]) -> bool:
     """Writes results/<name>.json and .md and prints the table; returns whether every bar is met."""
     facts = machine()
     RESULTS.mkdir(exist_ok=True)

@@ -157,16 +157,18 @@ def _details(bandwidth: Bandwidth, **timings: dict[str, Timing]) -> dict[str, ob
 
 def _agree(batch: dict[str, Tensor], *losses: Callable[..., Tensor]) -> None:
     """No number without the right answer: every implementation gives the same loss and gradient."""
-    results = []
+    results: list[tuple[float, Tensor]] = []
     for loss in losses:
         leaf = batch["log_probs"].clone().requires_grad_()
         value = loss(leaf, batch["old_log_probs"], batch["advantages"], batch["mask"])
         value.backward()
+        assert leaf.grad is not None
         results.append((float(value.detach()), leaf.grad))
-    for value, gradient in results[1:]:
-        assert abs(value - results[0][0]) < 1e-5 * max(1.0, abs(value)), (value, results[0][0])
+    first, expected = results[0]
+    for number, gradient in results[1:]:
+        assert abs(number - first) < 1e-5 * max(1.0, abs(number)), (number, first)
         # A ratio within rounding of a clip edge may fall on either side: count those tokens.
-        different = int(((gradient - results[0][1]).abs() > 1e-4 * gradient.abs() + 1e-12).sum())
+        different = int(((gradient - expected).abs() > 1e-4 * gradient.abs() + 1e-12).sum())
         assert different <= 100, f"{different} gradients differ"
 
 
