@@ -252,7 +252,7 @@ class Batch:
     def padded(self, width: int | None = None) -> Batch:
         """The batch with `[B, T]` tokens. A view where every row is `width` long, else a copy."""
         if self.cu_seqlens is None:
-            return self
+            return self if width is None or width == self.mask.shape[1] else self.packed().padded(width)
         cu_seqlens = self.cu_seqlens
 
         def spread(values: Tensor, fill: float) -> Tensor:
@@ -282,6 +282,11 @@ class Batch:
 
     def take(self, rows: Tensor) -> Batch:
         """The rollouts with these numbers (`[n]` int64), in this order, packed; groups keep what is left of them."""
+        validation.tensor("Batch.take", "rows", rows, dtypes=(torch.int32, torch.int64))
+        bad = (rows < 0) | (rows >= self.num_rollouts)
+        if rows.dim() != 1 or bool(bad.any()):
+            what = f"has shape {list(rows.shape)}" if rows.dim() != 1 else f"holds {int(rows[bad][0])}"
+            raise ValueError(f"Batch.take: rows {what}; pass [n] numbers from 0 to {self.num_rollouts - 1}")
         batch = self.packed()
         assert batch.cu_seqlens is not None
         tokens = ranges(batch.cu_seqlens, rows)

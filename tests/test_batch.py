@@ -95,6 +95,25 @@ def test_select_keeps_whole_rollouts() -> None:
     assert make().select(torch.zeros(4, dtype=torch.bool)).num_rollouts == 0
 
 
+def test_rows_that_a_batch_does_not_have() -> None:
+    batch = make()
+    for rows, what in (([-1], "holds -1"), ([0, 7], "holds 7"), ([[0]], r"has shape \[1, 1\]")):
+        with pytest.raises(ValueError, match=f"Batch.take: rows {what}; pass .* from 0 to 3"):
+            batch.take(torch.tensor(rows))
+    table = fa.SegmentTable(torch.zeros(batch.segments.count), batch.segments)
+    for first, last in ((2, 9), (-1, 2), (3, 2)):
+        with pytest.raises(ValueError, match=f"{first} .. {last} is no range of its 4 rollouts"):
+            table.rollouts(first, last)
+
+
+def test_a_padded_batch_of_another_width() -> None:
+    padded = make().padded(width=6)
+    assert padded.padded(8).mask.shape == (4, 8)
+    assert torch.equal(padded.padded(8).packed().mask, make().mask)
+    with pytest.raises(ValueError, match="width is 2, but a row has 4"):
+        padded.padded(2)
+
+
 def test_micro_batches_cover_all_rollouts_in_order() -> None:
     batch = make()
     for limit in (1, 4, 5, 8, 100):

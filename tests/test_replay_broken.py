@@ -170,6 +170,12 @@ def test_any_value_in_any_field_of_a_verl_log(tmp_path: Path, field: str) -> Non
     replays(write_verl(tmp_path / "1.jsonl", accepted))
 
 
+def test_scores_that_are_missing_are_noted(tmp_path: Path) -> None:
+    lines = [{"input": "q", "output": "a", "score": score, "step": 1} for score in (None, math.nan, 1.0)]
+    notes = read(write_verl(tmp_path / "1.jsonl", lines), ReadOptions()).notes
+    assert notes[1:] == ["2 rollouts have no score (null or NaN): counted as INFRA"]
+
+
 # ---- what the messages say -------------------------------------------------------------------------------------------
 
 
@@ -275,13 +281,25 @@ def test_a_label_is_short_however_deep_its_object(tmp_path: Path) -> None:
     assert len(label_text(deep(10**5), {"a": [1] * 1000})) <= 80
 
 
-def test_a_nan_log_prob_shows_in_the_agreement(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5, None])
+def test_a_log_prob_that_no_token_has(tmp_path: Path, bad: float | None) -> None:
     entries = samples(2, 3)
-    entries[0]["rollout_log_probs"][0] = math.nan
+    entries[1]["rollout_log_probs"][0] = bad
+    with pytest.raises(ReplayError, match=r"sample 1: 'rollout_log_probs'\[0\] is \S+ at a sampled token"):
+        read(write_dump(tmp_path / "dump.pt", entries), ReadOptions())
+    values = torch.tensor([0.0, 0, 0, math.nan if bad is None else bad, 0])
+    with pytest.raises(ReplayError, match=r"rollout 1: 'rollout_log_probs'\[1\] is"):
+        read(write_portable(tmp_path / "rollouts.safetensors", rollout_log_probs=values), ReadOptions())
+    mask = torch.tensor([True, True, True, False, True])  # anything where the mask is 0
+    read(write_portable(tmp_path / "rollouts.safetensors", rollout_log_probs=values, mask=mask), ReadOptions())
+
+
+def test_a_dump_without_a_sampled_token_is_refused(tmp_path: Path) -> None:
+    entries = [{**entry, "loss_mask": [0] * entry["response_length"]} for entry in samples(2, 3)]
     policy = Policy.load(write_policy(tmp_path / "policy"))
-    agreement = replay([write_dump(tmp_path / "dump.pt", entries)], policy, ReplayOptions(p1_prompts=0)).agreement
-    assert math.isnan(agreement.mean_difference)
-    assert math.isnan(agreement.largest_difference)
+    result = replay([write_dump(tmp_path / "dump.pt", entries)], policy, ReplayOptions())
+    assert result.files[0].refused == "no rollout has a sampled token"
+    assert result.predictions == []
 
 
 # ---- options and places ----------------------------------------------------------------------------------------------

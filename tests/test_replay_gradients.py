@@ -158,6 +158,26 @@ def test_p1_holds_to_rounding(exact: Policy, folder: Path, batch: fa.Batch) -> N
     assert p1_two_outcomes(exact, [], max_tokens=1000).verdict == NO_DATA
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_p1_is_not_supported_by_a_residual_that_is_no_number(
+    exact: Policy, batch: fa.Batch, monkeypatch: Any, broken: float
+) -> None:
+    found = [dict.fromkeys(predictions.P1_IDENTITIES, 0.0) for _ in range(3)]
+    found[1]["survivors"] = broken
+    monkeypatch.setattr(predictions, "p1_residuals", lambda *given, **options: found.pop(0))
+    p = p1_two_outcomes(exact, two_outcome_prompts(batch, 3), max_tokens=1000)
+    assert p.verdict == predictions.FALSIFIED
+    assert not math.isfinite(p.statistic["survivors"])
+
+
+def test_p1_says_when_nothing_was_measured(exact: Policy, batch: fa.Batch) -> None:
+    from dataclasses import replace
+
+    silent = [replace(p, mask=torch.zeros_like(p.mask)) for p in two_outcome_prompts(batch, 2)]
+    p = p1_two_outcomes(exact, silent, max_tokens=1000)
+    assert (p.verdict, p.statistic) == (NO_DATA, {})
+
+
 def test_p1_notices_a_statistic_that_is_not_frozen(exact: Policy, batch: fa.Batch, monkeypatch: Any) -> None:
     """The mean recomputed over what the mask keeps, which is what a pipeline that masks too early does."""
     plain = predictions.freeze
@@ -237,6 +257,18 @@ def test_a_parameter_that_no_rollout_reaches_has_no_gradient(folder: Path, batch
     parts = dict(zip(names, gradient[0].split(sizes), strict=True))
     assert parts.pop("unused").tolist() == [0, 0, 0]
     assert torch.equal(torch.cat(list(parts.values())), expected[0])
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw them at random and say so in a warning."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(write_policy(tmp_path) / "model.safetensors")
+    lost = next(name for name in weights if name.endswith("c_attn.weight"))
+    del weights[lost]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ReplayError, match=r"1 of its weights are missing or have another shape \(.*c_attn\.weight\)"):
+        Policy.load(tmp_path)
 
 
 def test_a_gradient_that_is_not_finite(folder: Path, batch: fa.Batch) -> None:

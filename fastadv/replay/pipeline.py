@@ -186,10 +186,12 @@ class _Run:
         if rollouts.batch is not None:
             batch, notes = usable(rollouts, self.options)
             summary = replace(summary, notes=tuple(notes))
-            if batch.num_rollouts:
-                summary = replace(summary, statistics_hash=self._add_batch(batch))
-            else:
+            if not batch.num_rollouts:
                 summary = replace(summary, refused="no rollout has a result")
+            elif not bool(batch.mask.any()):
+                summary = replace(summary, refused="no rollout has a sampled token")
+            else:
+                summary = replace(summary, statistics_hash=self._add_batch(batch))
         self.files.append(summary)
 
     def _add_prompts(self, rollouts: Rollouts, census: Census) -> None:

@@ -21,7 +21,15 @@ from fastadv.batch import LARGEST_ID, Batch, TokenIds
 from fastadv.groups import group_index
 from fastadv.outcomes import Outcome
 from fastadv.replay.errors import ReplayError
-from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of, packed_offsets, reward_of
+from fastadv.replay.readers.rollouts import (
+    ReadOptions,
+    Rollouts,
+    check_log_probs,
+    label_text,
+    outcome_of,
+    packed_offsets,
+    reward_of,
+)
 
 # How an agent's own loop says that it was cut off while the engine says "completed".
 CUT_OFF = {"TimeLimitExceeded", "SequenceLengthLimitExceeded"}
@@ -271,5 +279,6 @@ def _rollouts(path: Path, c: _Columns) -> Rollouts:
         rollout_log_probs=log_probs,
         token_ids=TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths)),
     )
+    check_log_probs(f"{path}, sample", batch)
     labels = [c.labels[g] for g in dict.fromkeys(c.groups)]
     return Rollouts("miles", outcomes, rewards, groups, labels, batch, notes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastadv import validation
 from fastadv.batch import Batch, TokenIds
 from fastadv.replay.errors import ReplayError
-from fastadv.replay.readers.rollouts import LARGEST_REWARD, ReadOptions, Rollouts, label_text
+from fastadv.replay.readers.rollouts import LARGEST_REWARD, ReadOptions, Rollouts, check_log_probs, label_text
 
 FORMAT, VERSION = "fastadv rollouts", "1"
 REQUIRED = ("cu_seqlens", "mask", "rewards", "group_ids", "outcomes")
@@ -119,6 +119,7 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
             f"{path}: rewards[{row}] is {float(batch.rewards[row])}; a reward is finite and at most "
             f"{LARGEST_REWARD:g} in size, or NaN for no result"
         )
+    check_log_probs(f"{path}, rollout", batch)
     if batch.num_rollouts == 0:
         raise ReplayError(f"{path} holds no rollouts")
     options.progress(batch.num_rollouts, batch.num_rollouts)

@@ -15,6 +15,7 @@ from fastadv.groups import GroupIndex
 from fastadv.outcomes import Census, Outcome, census
 from fastadv.replay.errors import ReplayError, finite
 
+LARGEST_LOG_PROB = 1e-3  # 0, and what low precision makes of it
 LARGEST_REWARD = 1e30  # float32 ends at 3e38, and rewards are squared in float64 and summed over tokens
 
 
@@ -87,6 +88,22 @@ def reward_of(where: str, value: object) -> float:
             "result"
         )
     return float(value)
+
+
+def check_log_probs(where: str, batch: Batch) -> None:
+    """Raises ReplayError where a sampled token of a packed batch has a log-prob that no token can have."""
+    values = batch.rollout_log_probs
+    if values is None or batch.cu_seqlens is None:
+        return
+    bad = batch.mask & ~(values.isfinite() & (values <= LARGEST_LOG_PROB))
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        row = int(torch.searchsorted(batch.cu_seqlens, at, right=True)) - 1
+        token = at - int(batch.cu_seqlens[row])
+        raise ReplayError(
+            f"{where} {row}: 'rollout_log_probs'[{token}] is {float(values[at])} at a sampled token; a "
+            "log-prob is finite and not above 0. Leave rollout_log_probs out if the engine did not log them"
+        )
 
 
 def _shown(value: float) -> str:

@@ -67,6 +67,10 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
         raise ReplayError(f"{path} cannot be read: {error.strerror}") from error
     if not rewards:
         raise ReplayError(f"{path} holds no rollouts")
+    missing = sum(r != r for r in rewards)
+    notes = ["verl's log does not say which rollouts were truncated: BUDGET cannot be counted"]
+    if missing:
+        notes.append(f"{missing} rollouts have no score (null or NaN): counted as INFRA")
     outcomes = [outcome_of(r, cut_off=False, infra=False, solved_above=options.solved_above) for r in rewards]
     return Rollouts(
         source="verl",
@@ -75,6 +79,6 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
         groups=group_index(groups),
         labels=list(labels.values()),
         batch=None,
-        notes=["verl's log does not say which rollouts were truncated: BUDGET cannot be counted"],
+        notes=notes,
         refused=REFUSED,
     )
