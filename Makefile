@@ -3,22 +3,26 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all sanitize replay bench profile lint format clean
+.PHONY: test test-all peers sanitize replay bench profile lint format clean
 
 # All checks that land a change: style, types, tests.
 test: lint
-	$(BIN)/pytest -q -m "not slow and not gpu"
+	$(BIN)/pytest -q -m "not slow and not gpu and not peers"
 
 # The long proofs too.
 test-all: lint
-	$(BIN)/pytest -q -m "not gpu"
+	$(BIN)/pytest -q -m "not gpu and not peers"
+
+# Every dialect against its owner's own code.
+peers: .venv/peers
+	$(BIN)/pytest -q -m peers
 
 # The op tests on kernels that check every access and every undefined operation. They are built beside the others, in
 # build/sanitize, which comes first on the path. libasan has to be loaded before Python, and libstdc++ with it. Python and
 # torch leave memory to the system when they end, so leaks are not looked for.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
 OP_TESTS := $(addprefix tests/test_,$(addsuffix .py,contracts contracts_input contracts_torch conversions index_objects \
-	advantages policy_loss batch metamorphic reports))
+	advantages policy_loss losses token_log_probs batch metamorphic reports reports_losses reports_log_probs))
 sanitize: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt pybind11 setuptools
 	rm -rf build/sanitize
@@ -27,7 +31,7 @@ sanitize: .venv/installed
 	nm -D build/sanitize/lib/fastadv/_cpu_baseline*.so | grep -q __asan_report  # the flags arrived
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		$(BIN)/pytest -q -m "not slow and not gpu" -o pythonpath="build/sanitize/lib ." $(OP_TESTS)
+		$(BIN)/pytest -q -m "not slow and not gpu and not peers" -o pythonpath="build/sanitize/lib ." $(OP_TESTS)
 
 # The main job on the committed rollouts: tables here, a page and a JSON in out/replay.
 replay: .venv/installed
@@ -55,8 +59,8 @@ format: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.venv/peers: .venv/installed bench/peers.txt
-	$(BIN)/pip install --quiet --no-deps verl==0.9.1
+.venv/peers: .venv/installed bench/peers.txt bench/peers_alone.txt
+	$(BIN)/pip install --quiet --no-deps --requirement bench/peers_alone.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement bench/peers.txt
 	touch $@
 

@@ -9,13 +9,14 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+DIRTY = "**The tree had changes that no commit holds: measure again before quoting this.**"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ WARM = 0.04  # seconds of runs in a turn that are not counted
 
 
 def interleave(
-    implementations: dict[str, Callable[[], object]], *, rounds: int = 8, counted: int = 3
+    implementations: Mapping[str, Callable[[], object]], *, rounds: int = 8, counted: int = 3
 ) -> dict[str, Timing]:
     """Times implementations in turns, another one first in each round, so that a machine that drifts drifts for all.
 
@@ -139,6 +140,11 @@ def machine() -> dict[str, object]:
     }
 
 
+def clean(commit: str) -> bool:
+    """Whether `git describe --always --dirty` named a commit that holds everything that ran."""
+    return commit != "unknown" and not commit.endswith("-dirty")
+
+
 @dataclass(frozen=True)
 class Line:
     """One comparison: ours against a peer or the floor, with the bar it has to meet."""
@@ -166,7 +172,7 @@ def against_floor(what: str, ours: Timing, floor: float, bar: float | None = Non
     return Line(what, ours.p50, floor, ours.p50 / floor, bar, "floor")
 
 
-def write(name: str, title: str, lines: list[Line], details: dict[str, object]) -> bool:
+def write(name: str, title: str, lines: list[Line], details: Mapping[str, object]) -> bool:
     """Writes results/<name>.json and .md and prints the table; returns whether every bar is met."""
     facts = machine()
     RESULTS.mkdir(exist_ok=True)
@@ -180,7 +186,8 @@ def write(name: str, title: str, lines: list[Line], details: dict[str, object]) 
         )
     facts_text = ", ".join(f"{key} {value}" for key, value in facts.items())
     states = "Medians of interleaved rounds; each in its own steady state where nothing else is said."
-    text = "\n".join([f"# {title}", "", *table, "", f"{facts_text}. {states}", ""])
+    warning = [] if clean(str(facts["commit"])) else [DIRTY, ""]
+    text = "\n".join([f"# {title}", "", *warning, *table, "", f"{facts_text}. {states}", ""])
     (RESULTS / f"{name}.md").write_text(text)
     document = {"title": title, "machine": facts, "lines": [asdict(line) for line in lines], "details": details}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,10 +76,10 @@ def log_probs() -> bool:
         with torch.no_grad():
             t = interleave(
                 {
-                    "ours": lambda z=logits, y=labels: ours(z, y),
-                    "only log-probs": lambda z=logits, y=labels: fa.token_log_probs(z, y),
-                    "eager": lambda z=logits, y=labels: eager(z, y),
-                    "compile": lambda z=logits, y=labels, run=compiled: run(z, y),
+                    "ours": partial(ours, logits, labels),
+                    "only log-probs": partial(fa.token_log_probs, logits, labels),
+                    "eager": partial(eager, logits, labels),
+                    "compile": partial(compiled, logits, labels),
                 },
                 rounds=4,
                 counted=2,

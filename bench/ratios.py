@@ -26,9 +26,9 @@ from bench.harness import (
     write,
 )
 from bench.log_probs import log_probs
-from fastadv.losses import LOSSES
 from fastadv.ops import policy_loss as op
 from fastadv.ops import segments as lookup
+from fastadv.ops._loss_arguments import TOKEN
 
 TOKENS = 4_194_304
 ROWS = 256
@@ -78,11 +78,11 @@ def raw_policy_loss(batch: dict[str, Tensor]) -> Callable[[], None]:
         turn_ids=None, segment_offsets=None, token_weights=None, row_weights=None, is_weights=None, row_tokens=None,
         scale=1 / batch["mask"].sum().double(),
     )  # fmt: skip
-    formula = op.Formula(op.TOKEN, LOSSES.index("ppo"), 1 - peers.CLIP, 1 + peers.CLIP, peers.DUAL_CLIP, 20.0)
+    formula = op.Formula.of(fa.LossConfig(clip_low=peers.CLIP, clip_high=peers.CLIP, dual_clip=peers.DUAL_CLIP), TOKEN)
     gradient, sums = torch.empty_like(batch["log_probs"]), torch.empty(len(op.SUMS), dtype=torch.float64)
 
     def run() -> None:
-        op.launch_into(batch["log_probs"], inputs, formula, gradient=gradient, token_losses=None, sums=sums)
+        op.launch_into(batch["log_probs"], None, inputs, formula, gradient=gradient, token_losses=None, sums=sums)
 
     return run
 
@@ -158,16 +158,18 @@ def _details(bandwidth: Bandwidth, **timings: dict[str, Timing]) -> dict[str, ob
 
 def _agree(batch: dict[str, Tensor], *losses: Callable[..., Tensor]) -> None:
     """No number without the right answer: every implementation gives the same loss and gradient."""
-    results = []
+    results: list[tuple[float, Tensor]] = []
     for loss in losses:
         leaf = batch["log_probs"].clone().requires_grad_()
         value = loss(leaf, batch["old_log_probs"], batch["advantages"], batch["mask"])
         value.backward()
+        assert leaf.grad is not None
         results.append((float(value.detach()), leaf.grad))
-    for value, gradient in results[1:]:
-        assert abs(value - results[0][0]) < 1e-5 * max(1.0, abs(value)), (value, results[0][0])
+    first, expected = results[0]
+    for number, gradient in results[1:]:
+        assert abs(number - first) < 1e-5 * max(1.0, abs(number)), (number, first)
         # A ratio within rounding of a clip edge may fall on either side: count those tokens.
-        different = int(((gradient - results[0][1]).abs() > 1e-4 * gradient.abs() + 1e-12).sum())
+        different = int(((gradient - expected).abs() > 1e-4 * gradient.abs() + 1e-12).sum())
         assert different <= 100, f"{different} gradients differ"
 
 
@@ -276,7 +278,7 @@ def _per_unit(what: str, large: float, small: float, bar: float | None) -> Line:
 
 
 def replay() -> bool:
-    """Peak memory and time of reading, counting and computing arms of a dump of the plan's size, in its own process."""
+    """Peak memory and time of a replay without a policy: 128 rollouts, 4M tokens, in a process of its own."""
     run = subprocess.run([sys.executable, "-m", "bench.replay_memory"], check=False)
     return run.returncode == 0
 

@@ -1,4 +1,4 @@
-"""Peak memory of a replay without a model on a dump of the plan's size: 128 rollouts, 4M tokens."""
+"""Peak memory of a replay without a model on a dump of one training step: 128 rollouts, 4M tokens."""
 
 from __future__ import annotations
 

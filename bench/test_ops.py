@@ -23,7 +23,7 @@ CONFIG = fa.LossConfig(dual_clip=3.0)
 @pytest.fixture(scope="module")
 def batch() -> dict[str, Any]:
     torch.set_num_threads(2)
-    made = rollouts()
+    made: dict[str, Any] = dict(rollouts())
     made["turn_ids"] = fa.turn_ids_from_mask(made["mask"])
     made["segments"], made["index"] = fa.segments(made["turn_ids"]), fa.group_index(made["groups"])
     made["table"] = fa.turn_advantages(made["rewards"], made["index"], made["segments"], output="segments")

@@ -130,11 +130,10 @@ CAPPED = (Outcome.BUDGET,)
 
 
 def question_one_arms(*, baseline: str = "loo", kappa: float = 2.0, seed: int = 0) -> tuple[Arm, ...]:
-    """The arms of the plan's first question: does masking of capped rollouts change the gradient?
+    """The arms that ask whether masking capped rollouts changes the gradient (docs/theory.md, 1 to 7, 10 and 13).
 
     Args:
-        baseline: of arms (a) to (d): "loo" (unbiased), or "mean" (the group mean with the rollout in it, as GRPO has
-            it).
+        baseline: of arms (a) to (d): "loo" (unbiased), or "mean" (GRPO's group mean, with the rollout in it).
         kappa: of the turn-reached arm.
         seed: of the coins of arm (d).
 

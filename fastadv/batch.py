@@ -48,10 +48,18 @@ def pad(values: Tensor, cu_seqlens: Tensor, *, width: int | None = None, fill: f
 def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
     """Padded `[B, T]` to packed `[N]`: the first `lengths[b]` tokens of each row.
 
+    Args:
+        padded: `[B, T]`, any dtype.
+        lengths: `[B]` integers.
+
+    Returns:
+        `[N]`, a copy.
+
     Raises:
-        ValueError: a length above T or below 0.
+        TypeError, ValueError: lengths that are not integers, a length above T or below 0.
     """
     validation.tensor("unpad", "padded", padded)
+    validation.tensor("unpad", "lengths", lengths, dtypes=validation.INTEGERS)
     if padded.dim() != 2 or lengths.shape != padded.shape[:1]:
         raise ValueError(
             f"unpad: padded has shape {list(padded.shape)}, lengths {list(lengths.shape)}; expected [B, T] and [B]"
@@ -65,12 +73,48 @@ def _occupied(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
+LARGEST_ID = 2**31 - 1
+
+
 @dataclass(frozen=True, eq=False)
 class TokenIds:
     """Prompt and response ids of each rollout, packed; a rollout's response is the end of its row."""
 
     ids: Tensor  # [M] int32
     cu_seqlens: Tensor  # [B + 1] int64
+
+    def checked(self, op: str, lengths: Tensor) -> TokenIds:
+        """The same ids as int32 and offsets as int64.
+
+        Args:
+            op: what checks, for error messages.
+            lengths: `[B]` response tokens of the rollouts.
+
+        Raises:
+            TypeError, ValueError: an id that is no integer in [0, 2^31), offsets that do not start at 0, decrease or do
+                not end at the number of ids, a rollout with fewer ids than response tokens.
+        """
+        validation.tensor(op, "token_ids.ids", self.ids, dtypes=validation.INTEGERS, device=lengths.device)
+        if self.ids.dim() != 1:
+            raise ValueError(f"{op}: token_ids.ids has shape {list(self.ids.shape)}; pass packed ids [M]")
+        validation.tensor(op, "token_ids.cu_seqlens", self.cu_seqlens, shape=(lengths.shape[0] + 1,))
+        rows = Rows.of(op, "token_ids.ids", self.ids, self.cu_seqlens, "token_ids.cu_seqlens")
+        assert rows.cu_seqlens is not None
+        bad = (self.ids < 0) | (self.ids > LARGEST_ID)
+        if bool(bad.any()):
+            at = int(bad.nonzero()[0])
+            raise ValueError(
+                f"{op}: token_ids.ids[{at}] is {int(self.ids[at])}; ids are from 0 to {LARGEST_ID}, and a token "
+                "without an id cannot be scored"
+            )
+        short = rows.lengths() < lengths
+        if bool(short.any()):
+            row = int(short.nonzero()[0])
+            raise ValueError(
+                f"{op}: token_ids has {int(rows.lengths()[row])} tokens for rollout {row}, fewer tokens than its "
+                f"response of {int(lengths[row])}; a row is the prompt and then the response"
+            )
+        return TokenIds(self.ids.to(torch.int32), rows.cu_seqlens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,21 +161,24 @@ class Batch:
             group_ids: `[B]` labels or a GroupIndex.
             outcomes: `[B]`, see Outcome.
             cu_seqlens: `[B + 1]` for packed tokens.
-            lengths: `[B]` response tokens of padded rows; None: the width.
-            turn_ids: like mask; None: the runs of the mask.
+            lengths: `[B]` response tokens of padded rows, what is past them is padding; None: the width. With
+                `cu_seqlens` it can be left out.
+            turn_ids: like mask, -1 outside of turns; None: the runs of the mask.
             capped: `[B]` bool; None: the rollouts whose outcome is BUDGET.
             row_ids: `[B]` integers; None: 0 .. B - 1.
             rollout_log_probs: like mask.
             token_ids: prompt and response ids.
 
         Raises:
-            ValueError, TypeError: parts that do not fit.
+            ValueError, TypeError: parts that do not fit, or hold a number that cannot be what they name.
         """
         op = "Batch"
+        numbers = (torch.bool, *validation.INTEGERS, *validation.FLOATS)
         rows = Rows.of(op, "mask", mask, cu_seqlens)
+        validation.tensor(op, "mask", mask, dtypes=numbers)
         validation.mask_values(op, "mask", mask)
         device, shape, per_row = mask.device, tuple(mask.shape), (rows.count,)
-        validation.tensor(op, "rewards", rewards, shape=per_row, device=device)
+        validation.tensor(op, "rewards", rewards, shape=per_row, dtypes=numbers, device=device)
         groups = group_index(group_ids, op=op).to(device)
         if groups.num_rows != rows.count:
             raise ValueError(f"{op}: group_ids has {groups.num_rows} rows, mask has {rows.count}")
@@ -145,26 +192,21 @@ class Batch:
                 f"{op}: rewards[{row}] is {float(values[row])}, but its outcome is not INFRA; "
                 "a result has a finite reward"
             )
+        lengths = _lengths(op, rows, mask, lengths)
         if turn_ids is None:
             turn_ids = turn_ids_from_mask(mask, rows.cu_seqlens)
         validation.tensor(op, "turn_ids", turn_ids, shape=shape, dtypes=(torch.int32, torch.int64), device=device)
+        if rows.cu_seqlens is None and bool((lengths < shape[1]).any()):
+            turn_ids = torch.where(_occupied(lengths, shape[1]), turn_ids, -1)
         if rollout_log_probs is not None:
             validation.tensor(
                 op, "rollout_log_probs", rollout_log_probs, shape=shape, dtypes=validation.FLOATS, device=device
             )
-        if rows.cu_seqlens is not None:
-            lengths = rows.lengths()
-        elif lengths is None:
-            lengths = torch.full(per_row, mask.shape[1], dtype=torch.int64, device=device)
         row_ids = torch.arange(rows.count, device=device) if row_ids is None else row_ids
         validation.tensor(op, "row_ids", row_ids, shape=per_row, dtypes=validation.INTEGERS, device=device)
         capped = outcomes == Outcome.BUDGET if capped is None else capped
         validation.tensor(op, "capped", capped, shape=per_row, dtypes=(torch.bool,), device=device)
-        if token_ids is not None:
-            validation.tensor(op, "token_ids.cu_seqlens", token_ids.cu_seqlens, shape=(rows.count + 1,), device=device)
-            if bool((token_ids.cu_seqlens.diff() < lengths).any()):
-                raise ValueError(f"{op}: token_ids has a row with fewer tokens than its response")
-        return cls(
+        batch = cls(
             mask != 0,
             turn_ids,
             rows.cu_seqlens,
@@ -175,8 +217,13 @@ class Batch:
             capped,
             row_ids.to(torch.int64),
             rollout_log_probs,
-            token_ids,
+            None if token_ids is None else token_ids.checked(op, lengths),
         )
+        try:
+            batch.segments  # noqa: B018 - turn ids are checked where they are listed, and no later than here
+        except ValueError as error:
+            raise ValueError(f"{op}: {error}") from error
+        return batch
 
     @property
     def num_rollouts(self) -> int:
@@ -205,7 +252,7 @@ class Batch:
     def padded(self, width: int | None = None) -> Batch:
         """The batch with `[B, T]` tokens. A view where every row is `width` long, else a copy."""
         if self.cu_seqlens is None:
-            return self
+            return self if width is None or width == self.mask.shape[1] else self.packed().padded(width)
         cu_seqlens = self.cu_seqlens
 
         def spread(values: Tensor, fill: float) -> Tensor:
@@ -235,6 +282,11 @@ class Batch:
 
     def take(self, rows: Tensor) -> Batch:
         """The rollouts with these numbers (`[n]` int64), in this order, packed; groups keep what is left of them."""
+        validation.tensor("Batch.take", "rows", rows, dtypes=(torch.int32, torch.int64))
+        bad = (rows < 0) | (rows >= self.num_rollouts)
+        if rows.dim() != 1 or bool(bad.any()):
+            what = f"has shape {list(rows.shape)}" if rows.dim() != 1 else f"holds {int(rows[bad][0])}"
+            raise ValueError(f"Batch.take: rows {what}; pass [n] numbers from 0 to {self.num_rollouts - 1}")
         batch = self.packed()
         assert batch.cu_seqlens is not None
         tokens = ranges(batch.cu_seqlens, rows)
@@ -261,8 +313,7 @@ class Batch:
         return self.take(rows.nonzero().squeeze(1))
 
     def micro_batches(self, max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Ranges `(first, last)` of rollouts, in order, each with at most `max_tokens` padded tokens, or a single
-        rollout.
+        """Ranges `(first, last)` of rollouts, in order: at most `max_tokens` padded tokens in each, or one rollout.
 
         Raises:
             ValueError: max_tokens below 1.
@@ -287,6 +338,36 @@ def ranges(offsets: Tensor, rows: Tensor) -> Tensor:
     ends = lengths.cumsum(0)
     shift = torch.repeat_interleave(offsets[rows] - (ends - lengths), lengths)
     return torch.arange(shift.shape[0], device=offsets.device) + shift
+
+
+def _lengths(op: str, rows: Rows, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """Response tokens of each row, `[B]` int64, after checks of what was given."""
+    if lengths is not None:
+        validation.tensor(op, "lengths", lengths, shape=(rows.count,), dtypes=validation.INTEGERS, device=mask.device)
+        lengths = lengths.to(torch.int64)
+    if rows.cu_seqlens is not None:
+        known = rows.lengths()
+        if lengths is not None and not torch.equal(lengths, known):
+            row = int((lengths != known).nonzero()[0])
+            raise ValueError(
+                f"{op}: lengths[{row}] is {int(lengths[row])}, but by cu_seqlens the row has {int(known[row])} tokens; "
+                "leave lengths out for packed tokens"
+            )
+        return known
+    width = mask.shape[1]
+    if lengths is None:
+        return torch.full((rows.count,), width, dtype=torch.int64, device=mask.device)
+    bad = (lengths < 0) | (lengths > width)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(f"{op}: lengths[{row}] is {int(lengths[row])}; it must be in [0, {width}], the width of mask")
+    past = (mask != 0) & ~_occupied(lengths, width)
+    if bool(past.any()):
+        row, at = past.nonzero()[0].tolist()
+        raise ValueError(
+            f"{op}: mask[{row}, {at}] is set, but lengths[{row}] is {int(lengths[row])}; past it there is padding only"
+        )
+    return lengths
 
 
 def _offsets(lengths: Tensor) -> Tensor:

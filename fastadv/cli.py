@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,7 +16,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from fastadv.replay.errors import ReplayError
+from fastadv.replay.errors import ReplayError, finite, plain
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help and a mistake need none of it
+    from fastadv.replay.pipeline import ReplayResult
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 console = Console()
@@ -67,7 +70,7 @@ class Bars:
         columns = (
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )  # fmt: skip
-        with Progress(*columns, console=errors, transient=True) as progress:
+        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
             task = progress.add_task(escape(title), total=total)
             yield lambda done: progress.update(task, completed=done)
 
@@ -127,8 +130,10 @@ def replay(
 
     Example: fastadv replay rollout_75.pt --policy checkpoint/ --out report/
     """
-    if not temperature > 0:
-        raise ReplayError(f"--temperature is {temperature}; it must be positive")
+    finite("--temperature", temperature, above=0)
+    finite("--kappa", kappa, least=0)
+    finite("--solved-above", solved_above)
+    finite("--max-memory", max_memory, least=0)
     _claim(out, overwrite)
     import torch
 
@@ -147,7 +152,7 @@ def replay(
         cap_reward=cap_reward.value,
         max_tokens=max_tokens,
         buckets=buckets,
-        max_memory=int(max_memory * 2**30),
+        max_memory=int(min(max_memory, 2**30) * 2**30),
         p1_prompts=p1_prompts,
         read=ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump),
     )
@@ -157,35 +162,55 @@ def replay(
         model = Policy.load(policy, dtype=getattr(torch, dtype.value), temperature=temperature)
     result = run(paths, model, options, Bars())
     show(result)
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / PAGE, render(result))
-    write(out / NUMBERS, as_json(result))
+    files = {out / PAGE: render(result), out / NUMBERS: as_json(result)}
+    with _written(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            write(path, text)
     console.print(f"\nwrote {escape(str(out / PAGE))} and {escape(str(out / NUMBERS))}", soft_wrap=True)
 
 
 def _claim(out: Path, overwrite: bool) -> None:
-    """Raises if a report would be overwritten, before anything is computed."""
-    if out.exists() and not out.is_dir():
-        raise ReplayError(f"--out {out} is a file; name a folder")
-    present = [name for name in (PAGE, NUMBERS) if (out / name).exists()]
-    if present and not overwrite:
-        raise ReplayError(f"{out} holds {' and '.join(present)} already; --overwrite replaces them")
+    """Raises if a report would be overwritten or cannot be written, before anything is computed."""
+    with _written(out):
+        if out.exists() and not out.is_dir():
+            raise ReplayError(f"--out {out} is a file; name a folder")
+        present = [name for name in (PAGE, NUMBERS) if (out / name).exists()]
+        if present and not overwrite:
+            raise ReplayError(f"{out} holds {' and '.join(present)} already; --overwrite replaces them")
+        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise ReplayError(f"{out} cannot be made: {there} is a file")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ReplayError(f"{out} cannot be written: {there} does not allow it")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """What the system has against writing, as a message."""
+    try:
+        yield
+    except OSError as error:
+        raise ReplayError(f"{path} cannot be written: {error.strerror or error}; name another place") from error
 
 
 def write(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+        try:
+            file.write(text)
+            file.close()
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
-def show(result: object) -> None:
+def show(result: ReplayResult) -> None:
     """Prints a result's tables."""
-    from fastadv.replay.pipeline import ReplayResult
     from fastadv.replay.report import remarks, tables
 
-    assert isinstance(result, ReplayResult)
     for table in tables(result):
         rich_table = RichTable(
             title=escape(table.title), title_justify="left", title_style="bold", box=None, pad_edge=False
@@ -215,14 +240,19 @@ def convert(
     trust_dump: Annotated[bool, typer.Option("--trust-dump", help="Run the code that a pickle may hold.")] = False,
 ) -> None:
     """Convert a dump to the portable format: one safetensors file, safe to open and fast to read."""
+    finite("--solved-above", solved_above)
+    with _written(out):
+        if out.exists():
+            raise ReplayError(f"{out} exists already")
+        if not out.absolute().parent.is_dir():
+            raise ReplayError(f"{out} cannot be written: {out.parent} is no folder")
     from fastadv.replay.readers import ReadOptions, portable, read
 
-    if out.exists():
-        raise ReplayError(f"{out} exists already")
     rollouts = read(dump, ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump))
     if rollouts.batch is None:
         raise ReplayError(f"{dump} cannot be converted: {rollouts.refused}")
-    portable.write(out, rollouts.batch, rollouts.labels)
+    with _written(out):
+        portable.write(out, rollouts.batch, rollouts.labels)
     console.print(f"wrote {rollouts.batch.num_rollouts} rollouts to {escape(str(out))}", soft_wrap=True)
 
 
@@ -240,5 +270,10 @@ def main() -> None:
     try:
         app()
     except ReplayError as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise SystemExit(2) from None
+        message = str(error)
+    except OSError as error:  # a file that went away, a folder that may not be looked into
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    else:
+        return
+    errors.print(f"[red]error:[/red] {escape(plain(message))}", soft_wrap=True)
+    raise SystemExit(2)

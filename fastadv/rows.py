@@ -22,8 +22,8 @@ class Rows:
     cu_seqlens: Tensor | None  # [B + 1] int64 on the tokens' device; None: padded
 
     @classmethod
-    def of(cls, op: str, name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> Rows:
-        """Reads the layout off a per-token tensor.
+    def of(cls, op: str, name: str, tokens: Tensor, cu_seqlens: Tensor | None, offsets: str = "cu_seqlens") -> Rows:
+        """Reads the layout off a per-token tensor. `name` and `offsets` name the two arguments in errors.
 
         Raises ValueError where the tensor is not 1-D or 2-D, and where `cu_seqlens` does not start at 0, decreases, or
         does not end at the number of tokens.
@@ -32,19 +32,19 @@ class Rows:
         if tokens.dim() == 2:
             if cu_seqlens is not None:
                 raise ValueError(
-                    f"{op}: {name} is padded [B, T] and cu_seqlens is given; pass packed [N] tokens with cu_seqlens"
+                    f"{op}: {name} is padded [B, T] and {offsets} is given; pass packed [N] tokens with {offsets}"
                 )
             return cls(tokens.shape, tokens.shape[0], None)
         if tokens.dim() != 1:
             raise ValueError(f"{op}: {name} has shape {list(tokens.shape)}; pass packed [N] or padded [B, T] tokens")
         if cu_seqlens is None:
             return cls(tokens.shape, 1, torch.arange(2, device=tokens.device) * tokens.shape[0])
-        validation.tensor(op, "cu_seqlens", cu_seqlens, dtypes=(torch.int32, torch.int64), device=tokens.device)
+        validation.tensor(op, offsets, cu_seqlens, dtypes=(torch.int32, torch.int64), device=tokens.device)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"{op}: cu_seqlens has shape {list(cu_seqlens.shape)}; expected [B + 1], starting with 0")
+            raise ValueError(f"{op}: {offsets} has shape {list(cu_seqlens.shape)}; expected [B + 1], starting with 0")
         cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
         if validation.reads_values(cu_seqlens):
-            _check_offsets(op, name, cu_seqlens, tokens.shape[0])
+            _check_offsets(op, name, offsets, cu_seqlens, tokens.shape[0])
         return cls(tokens.shape, cu_seqlens.shape[0] - 1, cu_seqlens)
 
     @classmethod
@@ -90,15 +90,15 @@ class Rows:
         return per_token.new_zeros(self.count).scatter_reduce(0, self.row_of_token(), per_token, "amin")
 
 
-def _check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int) -> None:
+def _check_offsets(op: str, name: str, offsets: str, cu_seqlens: Tensor, tokens: int) -> None:
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0:
-        raise ValueError(f"{op}: cu_seqlens starts at {first}; it must start at 0")
+        raise ValueError(f"{op}: {offsets} starts at {first}; it must start at 0")
     steps = cu_seqlens.diff()
     if bool((steps < 0).any()):
         row = int((steps < 0).nonzero()[0])
         raise ValueError(
-            f"{op}: cu_seqlens decreases after row {row} ({int(cu_seqlens[row])} to {int(cu_seqlens[row + 1])})"
+            f"{op}: {offsets} decreases after row {row} ({int(cu_seqlens[row])} to {int(cu_seqlens[row + 1])})"
         )
     if last != tokens:
-        raise ValueError(f"{op}: cu_seqlens ends at {last}, but {name} has {tokens} tokens")
+        raise ValueError(f"{op}: {offsets} ends at {last}, but {name} has {tokens} tokens")

@@ -82,6 +82,8 @@ class SegmentTable:
     def rollouts(self, first: int, last: int) -> SegmentTable:
         """The table of rollouts `first .. last - 1`, for a micro-batch. Reads two offsets: waits for a GPU."""
         s = self.segments
+        if not 0 <= first <= last <= s.num_rows:
+            raise ValueError(f"SegmentTable.rollouts: {first} .. {last} is no range of its {s.num_rows} rollouts")
         begin, end = int(s.offsets[first]), int(s.offsets[last])
         if s.cu_seqlens is None:
             turn_ids, cu_seqlens = s.turn_ids[first:last], None

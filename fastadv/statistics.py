@@ -58,8 +58,7 @@ class FrozenStatistics:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over every number in here, as hexadecimal; two arms that report the same hash shared their
-        statistics."""
+        """SHA-256 over every number in here, as hexadecimal: arms that report the same hash shared their statistics."""
         digest = hashlib.sha256(f"fastadv statistics 1: kappa={self.kappa!r} ddof={self.ddof!r}".encode())
         for name, value in self._numbers():
             digest.update(f";{name}".encode())

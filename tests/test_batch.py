@@ -56,6 +56,8 @@ def test_padding_rows_that_fill_the_width_is_a_view() -> None:
         fa.pad(values, torch.tensor([0, 3, 6]), width=2)
     with pytest.raises(ValueError, match=r"lengths must be in \[0, 2\]"):
         fa.unpad(torch.zeros(1, 2), torch.tensor([3]))
+    with pytest.raises(TypeError, match=r"unpad: lengths has dtype torch\.float32"):
+        fa.unpad(torch.zeros(1, 2), torch.tensor([1.0]))
 
 
 def test_padded_and_packed_batches_hold_the_same() -> None:
@@ -94,6 +96,25 @@ def test_select_keeps_whole_rollouts() -> None:
     assert make().select(torch.zeros(4, dtype=torch.bool)).num_rollouts == 0
 
 
+def test_rows_that_a_batch_does_not_have() -> None:
+    batch = make()
+    for rows, what in (([-1], "holds -1"), ([0, 7], "holds 7"), ([[0]], r"has shape \[1, 1\]")):
+        with pytest.raises(ValueError, match=f"Batch.take: rows {what}; pass .* from 0 to 3"):
+            batch.take(torch.tensor(rows))
+    table = fa.SegmentTable(torch.zeros(batch.segments.count), batch.segments)
+    for first, last in ((2, 9), (-1, 2), (3, 2)):
+        with pytest.raises(ValueError, match=f"{first} .. {last} is no range of its 4 rollouts"):
+            table.rollouts(first, last)
+
+
+def test_a_padded_batch_of_another_width() -> None:
+    padded = make().padded(width=6)
+    assert padded.padded(8).mask.shape == (4, 8)
+    assert torch.equal(padded.padded(8).packed().mask, make().mask)
+    with pytest.raises(ValueError, match="width is 2, but a row has 4"):
+        padded.padded(2)
+
+
 def test_micro_batches_cover_all_rollouts_in_order() -> None:
     batch = make()
     for limit in (1, 4, 5, 8, 100):
@@ -118,13 +139,82 @@ def test_micro_batches_cover_all_rollouts_in_order() -> None:
         ({"mask": torch.tensor([0.5] * 10)}, "mask has a fractional"),
         (
             {"token_ids": fa.TokenIds(torch.zeros(9, dtype=torch.int32), torch.tensor([0, 3, 4, 8, 9]))},
-            "a row with fewer tokens than its response",
+            "token_ids has 3 tokens for rollout 0, fewer tokens than its response of 4",
         ),
+        ({"lengths": torch.tensor([4, 1, 4, 2])}, r"lengths\[3\] is 2, but by cu_seqlens the row has 1 tokens"),
+        ({"lengths": torch.tensor([9])}, r"lengths has shape \[1\]; expected \[4\]"),
+        ({"lengths": torch.tensor([4.0, 1, 4, 1])}, r"lengths has dtype torch\.float32; use int32"),
+        ({"turn_ids": torch.full((10,), 2**30)}, r"turn_ids reaches 1073741824; turns above 1048575"),
+        ({"turn_ids": torch.full((10,), -2)}, "turn_ids has a value below -1"),
+        ({"turn_ids": torch.zeros(10)}, r"turn_ids has dtype torch\.float32"),
+        ({"mask": torch.ones(10, dtype=torch.complex64)}, r"mask has dtype torch\.complex64"),
+        ({"rewards": torch.ones(4, dtype=torch.complex64)}, r"rewards has dtype torch\.complex64"),
+        ({"rewards": torch.tensor([1.0, -math.inf, 0.0, 0.0])}, r"rewards\[1\] is -inf, but its outcome is not INFRA"),
     ],
 )
 def test_parts_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make(**changes)
+
+
+IDS = torch.arange(14, dtype=torch.int32)
+ENDS = torch.tensor([0, 5, 7, 12, 14])
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends", "message"),
+    [
+        (IDS, ENDS + 1, r"token_ids\.cu_seqlens starts at 1; it must start at 0"),
+        (IDS[1:], ENDS, r"token_ids\.cu_seqlens ends at 14, but token_ids\.ids has 13 tokens"),
+        (IDS, ENDS[:-1], r"token_ids\.cu_seqlens has shape \[4\]; expected \[5\]"),
+        (IDS, torch.tensor([0, 5, 4, 12, 14]), r"token_ids\.cu_seqlens decreases after row 1 \(5 to 4\)"),
+        (IDS, ENDS.double(), r"token_ids\.cu_seqlens has dtype torch\.float64"),
+        (IDS - 1, ENDS, r"token_ids\.ids\[0\] is -1; ids are from 0 to 2147483647"),
+        (IDS.long() + 2**31, ENDS, r"token_ids\.ids\[0\] is 2147483648"),
+        (IDS.float(), ENDS, r"token_ids\.ids has dtype torch\.float32; use int32"),
+        (IDS[None], ENDS, r"token_ids\.ids has shape \[1, 14\]; pass packed ids"),
+        (IDS.tolist(), ENDS, r"token_ids\.ids is a list; pass a tensor"),
+        (IDS, None, r"token_ids\.cu_seqlens is a NoneType; pass a tensor"),
+    ],
+)
+def test_token_ids_that_do_not_fit(ids: Any, ends: Any, message: str) -> None:
+    assert make(token_ids=fa.TokenIds(IDS, ENDS)).token_ids is not None
+    with pytest.raises((ValueError, TypeError), match=f"^Batch: {message}"):
+        make(token_ids=fa.TokenIds(ids, ends))
+
+
+def test_token_ids_of_another_width_become_int32() -> None:
+    kept = make(token_ids=fa.TokenIds(IDS.long(), ENDS.int())).token_ids
+    assert (kept.ids.dtype, kept.cu_seqlens.dtype) == (torch.int32, torch.int64)
+    assert torch.equal(kept.ids, IDS)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([9], r"lengths has shape \[1\]; expected \[2\]"),
+        ([9, 9], r"lengths\[0\] is 9; it must be in \[0, 4\], the width of mask"),
+        ([4, -1], r"lengths\[1\] is -1; it must be in \[0, 4\]"),
+        ([4, 1], r"mask\[1, 1\] is set, but lengths\[1\] is 1; past it there is padding only"),
+        ([4.0, 2.0], r"lengths has dtype torch\.float32"),
+    ],
+)
+def test_lengths_of_padded_rows_that_do_not_fit(lengths: list[float], message: str) -> None:
+    given = {"mask": torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0]]), "cu_seqlens": None, "rewards": torch.ones(2)}
+    given |= {"group_ids": [0, 0], "outcomes": torch.tensor([0, 0])}
+    assert make(**given, lengths=torch.tensor([4, 2])).num_tokens == 6
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(**given, lengths=torch.tensor(lengths))
+
+
+def test_turn_ids_in_the_padding_are_no_turns() -> None:
+    """What a trainer leaves behind a row's end does not make a turn of it: packed and padded stay the same batch."""
+    batch = make()
+    turn_ids = batch.padded(width=6).turn_ids.clone()
+    turn_ids[torch.arange(6) >= batch.lengths[:, None]] = 7
+    padded = make(mask=batch.padded(width=6).mask, cu_seqlens=None, lengths=batch.lengths, turn_ids=turn_ids)
+    assert torch.equal(padded.segments.offsets, batch.segments.offsets)
+    assert torch.equal(padded.packed().turn_ids, batch.turn_ids)
 
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------

@@ -177,7 +177,9 @@ def test_mistakes_are_messages(tmp_path: Path) -> None:
     fails("replay", tmp_path / "weights.pt", "--out", out, message="is no rollout dump: it holds model")
     fails("replay", dump, "--out", dump, message="is a file; name a folder")
     fails("replay", dump, "--out", out, "--policy", tmp_path, message="is no policy: it has no config.json")
-    fails("replay", dump, "--out", out, "--temperature", 0, message="--temperature is 0.0; it must be positive")
+    fails(
+        "replay", dump, "--out", out, "--temperature", 0, message="--temperature is 0.0; it must be finite and above 0"
+    )
     fails("replay", dump, "--out", out, "--kappa", -1, message="kappa")
     fails("replay", dump, message="--out")
     fails("replay", MILES, "--out", out, "--policy", EXAMPLE / "policy", message="they come from another tokenizer")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,24 +42,100 @@ def test_named_files_and_targets_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+# Each row of the README's table, and the committed comparison that it quotes.
+QUOTED = {
+    "ppo kernel (loss, gradient, metrics) against verl's eager forward and backward": (
+        "policy_loss", "raw op / verl eager forward and backward",
+    ),
+    "against `torch.compile` of the same formula": ("policy_loss", "raw op / torch.compile of the formula"),
+    "`policy_loss(...).loss.backward()` against verl's eager forward and backward": (
+        "policy_loss", "policy_loss().backward() / verl eager",
+    ),
+    "against `torch.compile`": ("policy_loss", "policy_loss().backward() / torch.compile"),
+    "turn-reached advantages to tokens against the PyTorch reference": (
+        "advantages", "to tokens / the PyTorch reference",
+    ),
+}  # fmt: skip
+# Factors in the README's prose, each after these words.
+QUOTED_FLOORS = {
+    r"The kernel takes ([\d.]+) times": ("policy_loss", "raw op / floor of 17 bytes a token"),
+    r"the autograd path ([\d.]+) times": ("policy_loss", "policy_loss().backward() / floor"),
+    r"turn-reached advantages\s+([\d.]+) times": (
+        "advantages", "turn-reached advantages into a buffer / floor of 8 bytes a token",
+    ),
+}  # fmt: skip
+
+
+def measured(suite: str, what: str) -> dict[str, Any]:
+    """The line of a committed result."""
+    lines = json.loads((ROOT / "bench" / "results" / f"{suite}.json").read_text())["lines"]
+    (line,) = [line for line in lines if line["what"] == what]
+    return line
+
+
+def rounded_to(text: str, ratio: float) -> bool:
+    """Whether a number as it is written is this ratio, rounded to its last digit."""
+    digits = len(text.partition(".")[2])
+    return abs(float(text) - ratio) <= 0.5001 * 10.0**-digits
+
+
 def test_the_readmes_speed_is_what_was_measured() -> None:
-    """Each factor in the README's table is the committed result's, rounded."""
-    results = "".join((ROOT / "bench" / "results" / f"{name}.md").read_text() for name in ("policy_loss", "advantages"))
-    measured = [float(x) for x in re.findall(r"\| ([\d.]+)x \|", results)]
-    claimed = [float(x) for x in re.findall(r"\| ([\d.]+)x \|", (ROOT / "README.md").read_text())]
-    assert len(claimed) == 5
-    for factor in claimed:
-        assert any(abs(factor - m) <= 0.05 * m for m in measured), factor
+    """Each factor and bar in the README is that of the comparison that its row names."""
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+)x \| (?:([\d.]+)x)? ?\|$", readme, re.MULTILINE)
+    assert [what for what, _, _ in rows] == list(QUOTED)  # a new row names its comparison in QUOTED
+    for what, factor, bar in rows:
+        line = measured(*QUOTED[what])
+        assert rounded_to(factor, line["ratio"]), (what, factor, line["ratio"])
+        assert (float(bar) if bar else None) == line["bar"], what
+    for words, where in QUOTED_FLOORS.items():
+        (factor,) = re.findall(words, readme)
+        assert rounded_to(factor, measured(*where)["ratio"]), (words, factor)
 
 
-def test_the_public_names_are_documented_with_what_a_caller_needs() -> None:
-    for name in fa.__all__:
-        documented = getattr(fa, name)
-        if (
-            callable(documented)
-            and not isinstance(documented, type)
-            and documented.__doc__
-            and "Args:" in documented.__doc__
-        ):
-            for section in ("Returns:", "Raises:"):
-                assert section in documented.__doc__, (name, section)
+def test_a_wrong_factor_would_be_noticed() -> None:
+    assert rounded_to("13", 12.60)
+    assert rounded_to("9.2", 9.15)
+    assert not rounded_to("13", 12.4)
+    assert not rounded_to("62", 45.1)  # another row's
+
+
+def undocumented(function: Callable[..., Any]) -> list[str]:
+    """What a function's docstring lacks: its sections, or a parameter in Args."""
+    text, signature = function.__doc__ or "", inspect.signature(function)
+    if not signature.parameters:
+        return [] if text else ["a docstring"]
+    lacking = [section for section in ("Args:", "Returns:", "Raises:") if f"\n    {section}\n" not in text]
+    arguments = text.partition("Args:")[2].partition("Returns:")[0]
+    named = {name for names in re.findall(r"^ +([\w, ]+):", arguments, re.MULTILINE) for name in names.split(", ")}
+    return lacking + [name for name in signature.parameters if name not in named]
+
+
+def test_the_public_functions_are_documented_with_what_a_caller_needs() -> None:
+    functions = {name: getattr(fa, name) for name in fa.__all__ if inspect.isfunction(getattr(fa, name))}
+    assert len(functions) > 15
+    assert {name: undocumented(f) for name, f in functions.items() if undocumented(f)} == {}
+
+
+def test_a_function_without_its_sections_would_be_noticed() -> None:
+    def bare(values: int) -> int:
+        """One line."""
+        return values
+
+    def other(values: int, more: int) -> int:
+        """One line.
+
+        Args:
+            values: numbers.
+
+        Returns:
+            One.
+
+        Raises:
+            ValueError: never.
+        """
+        return values + more
+
+    assert undocumented(bare) == ["Args:", "Returns:", "Raises:", "values"]
+    other.__doc__ = inspect.cleandoc(other.__doc__ or "").replace("\n", "\n    ")
+    assert undocumented(other) == ["more"]

@@ -177,9 +177,12 @@ def test_install_away_from_the_source_tree(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", source, clone], check=True)
     subprocess.run([*pip, clone], check=True)
     run = subprocess.run(
-        [venv / "bin" / "python", "-c", RUN_AN_OP], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+        [venv / "bin" / "python", "-c", RUN_AN_OP + "print(fa.__file__, torch.__file__)"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert run.stdout.startswith("[0.5, -0.5] cpu 0")
+    for path in run.stdout.splitlines()[-1].split():  # neither comes from the source tree or the tests' environment
+        assert Path(path).is_relative_to(venv), path
     for module in ("fastadv.triton_kernels", "fastadv.integrations"):
         subprocess.run([venv / "bin" / "python", "-c", f"import {module}"], cwd=tmp_path, check=True)
     assert subprocess.run(
@@ -189,4 +192,3 @@ def test_install_away_from_the_source_tree(tmp_path: Path) -> None:
         [venv / "bin" / "fastadv", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "replay" in help_text.stdout
-    assert torch.__version__  # the tests' own environment is another one

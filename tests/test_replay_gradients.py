@@ -158,6 +158,26 @@ def test_p1_holds_to_rounding(exact: Policy, folder: Path, batch: fa.Batch) -> N
     assert p1_two_outcomes(exact, [], max_tokens=1000).verdict == NO_DATA
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_p1_is_not_supported_by_a_residual_that_is_no_number(
+    exact: Policy, batch: fa.Batch, monkeypatch: Any, broken: float
+) -> None:
+    found = [dict.fromkeys(predictions.P1_IDENTITIES, 0.0) for _ in range(3)]
+    found[1]["survivors"] = broken
+    monkeypatch.setattr(predictions, "p1_residuals", lambda *given, **options: found.pop(0))
+    p = p1_two_outcomes(exact, two_outcome_prompts(batch, 3), max_tokens=1000)
+    assert p.verdict == predictions.FALSIFIED
+    assert not math.isfinite(p.statistic["survivors"])
+
+
+def test_p1_says_when_nothing_was_measured(exact: Policy, batch: fa.Batch) -> None:
+    from dataclasses import replace
+
+    silent = [replace(p, mask=torch.zeros_like(p.mask)) for p in two_outcome_prompts(batch, 2)]
+    p = p1_two_outcomes(exact, silent, max_tokens=1000)
+    assert (p.verdict, p.statistic) == (NO_DATA, {})
+
+
 def test_p1_notices_a_statistic_that_is_not_frozen(exact: Policy, batch: fa.Batch, monkeypatch: Any) -> None:
     """The mean recomputed over what the mask keeps, which is what a pipeline that masks too early does."""
     plain = predictions.freeze
@@ -218,8 +238,36 @@ def test_rollouts_that_a_policy_cannot_score(folder: Path, batch: fa.Batch, tmp_
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"has no config\.json"):
         Policy.load(tmp_path)
+    with pytest.raises(ReplayError, match="--temperature is inf; it must be finite and above 0"):
+        Policy(torch.nn.Linear(1, 1), 1, None, math.inf)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ReplayError, match="cannot be loaded as a policy"):
+        Policy.load(tmp_path)
+
+
+def test_a_parameter_that_no_rollout_reaches_has_no_gradient(folder: Path, batch: fa.Batch) -> None:
+    """As an expert that no token is sent to: it is zero in the flat gradient, and the rest is as without it."""
+    plain, wider = Policy.load(folder), Policy.load(folder)
+    wider.model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    table = fa.SegmentTable(torch.ones(batch.segments.count), batch.segments)
+    wanted = [Weighted(table, torch.ones(batch.num_rollouts))]
+    gradient, expected = policy_gradients(wider, batch, wanted), policy_gradients(plain, batch, wanted)
+    names = [name for name, _ in wider.model.named_parameters()]
+    sizes = [p.numel() for p in wider.parameters]
+    parts = dict(zip(names, gradient[0].split(sizes), strict=True))
+    assert parts.pop("unused").tolist() == [0, 0, 0]
+    assert torch.equal(torch.cat(list(parts.values())), expected[0])
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw them at random and say so in a warning."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(write_policy(tmp_path) / "model.safetensors")
+    lost = next(name for name in weights if name.endswith("c_attn.weight"))
+    del weights[lost]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ReplayError, match=r"1 of its weights are missing or have another shape \(.*c_attn\.weight\)"):
         Policy.load(tmp_path)
 
 

@@ -159,7 +159,7 @@ def test_a_sample_that_is_wrong(tmp_path: Path, changes: dict[str, Any], message
 def test_a_fractional_mask(tmp_path: Path) -> None:
     entry = sample(RNG, 0, 0)
     entry["loss_mask"] = [0.5] * entry["response_length"]
-    with pytest.raises(ReplayError, match="'loss_mask' has a fractional value"):
+    with pytest.raises(ReplayError, match="'loss_mask' holds a number that is not whole"):
         read(write_dump(tmp_path / "dump.pt", [entry]), ReadOptions())
 
 

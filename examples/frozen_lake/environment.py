@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from gymnasium.wrappers import TimeLimit
@@ -114,5 +115,6 @@ class Episode:
             self.block = self._read(token, state)
 
     def _read(self, previous: int, state: int) -> list[int]:
-        board = self._env.unwrapped.desc
+        lake: Any = self._env.unwrapped  # gymnasium's type does not say that it has a map
+        board = lake.desc
         return [previous, *encode(observe(board, *divmod(state, len(board))))]

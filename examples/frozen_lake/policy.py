@@ -113,6 +113,7 @@ def full_pass(model: LlamaForCausalLM, batch: fa.Batch) -> FullPass:
         model: the policy.
         batch: packed, with token ids.
     """
+    assert batch.token_ids is not None
     padded = fa.pad(batch.token_ids.ids.long(), batch.token_ids.cu_seqlens)  # [B, T]; causal: padding is never read
     rows, columns = _sampled(batch)  # [A], [A]
     hidden = model.model(padded, use_cache=False).last_hidden_state  # [B, T, H]
@@ -127,6 +128,8 @@ def full_pass(model: LlamaForCausalLM, batch: fa.Batch) -> FullPass:
 def _sampled(batch: fa.Batch) -> tuple[Tensor, Tensor]:
     """Rollout and position, prompt included, of each token that was sampled, in the order of the mask."""
     rows = torch.arange(batch.num_rollouts).repeat_interleave(batch.lengths)  # [N]
+    assert batch.token_ids is not None
+    assert batch.cu_seqlens is not None
     prompt_lengths = batch.token_ids.cu_seqlens.diff() - batch.lengths  # [B]
     columns = torch.arange(batch.num_tokens) - batch.cu_seqlens[rows] + prompt_lengths[rows]  # [N]
     return rows[batch.mask], columns[batch.mask]

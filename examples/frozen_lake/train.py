@@ -210,6 +210,7 @@ def _log(model: LlamaForCausalLM, maps: int, settings: Settings, path: Path, con
     rollouts = log_rollouts(model, maps, settings)
     save_dump(rollouts, path)
     batch = to_batch(rollouts)
+    assert batch.rollout_log_probs is not None
     with torch.no_grad():
         difference = (full_pass(model, batch).log_probs - batch.rollout_log_probs).abs().max()
     solved, failed, capped = outcome_rates(batch)

@@ -1,5 +1,22 @@
 """What went wrong with a user's files or options, in words for the user."""
 
+from __future__ import annotations
+
+import math
+import unicodedata
+
 
 class ReplayError(Exception):
     """A mistake in what was given: the command prints the message and stops, without a traceback."""
+
+
+def plain(text: str) -> str:
+    """Untrusted text in one line without control characters, so that no terminal acts on it."""
+    return "".join(" " if unicodedata.category(c).startswith("C") else c for c in text)
+
+
+def finite(option: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:
+    """Raises ReplayError unless an option's value is a finite number, at least `least` and more than `above`."""
+    if not math.isfinite(value) or value < least or value <= above:
+        bounds = [f" and {word} {x:g}" for word, x in (("at least", least), ("above", above)) if math.isfinite(x)]
+        raise ReplayError(f"{option} is {value}; it must be finite{''.join(bounds)}")

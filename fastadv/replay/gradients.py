@@ -81,12 +81,16 @@ def policy_gradients(
                 leaf, old, part, batch.mask[tokens], config=config, cu_seqlens=cu_seqlens, weights=weights
             )
             (by_log_prob,) = torch.autograd.grad(out.loss, leaf)
-            gradient = torch.autograd.grad(log_probs, parameters, -by_log_prob, retain_graph=True)
+            # A parameter that these rollouts do not reach, such as an expert that no token is sent to, has gradient 0.
+            gradient = torch.autograd.grad(
+                log_probs, parameters, -by_log_prob, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
             total[number] += torch.cat([g.reshape(-1) for g in gradient])
         progress(last)
     if not bool(total.isfinite().all()):
         raise ReplayError(
-            "a policy gradient is not finite: the checkpoint or the logged log-probs hold NaN or infinity"
+            "a policy gradient is not finite: the checkpoint or the logged log-probs hold NaN or infinity, or "
+            "--temperature is too small"
         )
     return total
 

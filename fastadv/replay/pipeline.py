@@ -16,7 +16,7 @@ from fastadv.arms import Arm, freeze, question_one_arms
 from fastadv.batch import Batch
 from fastadv.outcomes import Census, Outcome
 from fastadv.replay.arm_table import ArmRow, PromptSums, arm_row, prompt_sums
-from fastadv.replay.errors import ReplayError
+from fastadv.replay.errors import ReplayError, finite
 from fastadv.replay.gradients import GradientCells, GradientRow, compare, noise_floor
 from fastadv.replay.policy import Policy, score
 from fastadv.replay.predictions import Prediction, p1_two_outcomes, p7_variance_drop, two_outcome_prompts
@@ -32,7 +32,7 @@ class ReplayOptions:
         kappa: shrinkage of the turn-reached arm.
         seed: of coins, halves and bootstrap.
         loss: "reinforce", or "ppo" with the logged log-probs as the old ones.
-        cap_reward: "zero" (the plan's convention, R = 0 at the cap) or "logged".
+        cap_reward: "zero" (R = 0 at the cap, as docs/theory.md, 2, supposes) or "logged".
         max_tokens: padded tokens of a micro-batch.
         buckets: gradients by turn and by difficulty too.
         max_memory: bytes that flat gradients may take.
@@ -50,6 +50,9 @@ class ReplayOptions:
     max_memory: int = 8 * 2**30
     p1_prompts: int = 8
     read: ReadOptions = field(default_factory=ReadOptions)
+
+    def __post_init__(self) -> None:
+        finite("--kappa", self.kappa, least=0)
 
 
 @dataclass(frozen=True)
@@ -183,10 +186,12 @@ class _Run:
         if rollouts.batch is not None:
             batch, notes = usable(rollouts, self.options)
             summary = replace(summary, notes=tuple(notes))
-            if batch.num_rollouts:
-                summary = replace(summary, statistics_hash=self._add_batch(batch))
-            else:
+            if not batch.num_rollouts:
                 summary = replace(summary, refused="no rollout has a result")
+            elif not bool(batch.mask.any()):
+                summary = replace(summary, refused="no rollout has a sampled token")
+            else:
+                summary = replace(summary, statistics_hash=self._add_batch(batch))
         self.files.append(summary)
 
     def _add_prompts(self, rollouts: Rollouts, census: Census) -> None:
@@ -229,10 +234,9 @@ class _Run:
         for outcome in Outcome:
             here = torch.bincount(turns[batch.outcomes == outcome])
             self.turns[outcome] = _added(self.turns[outcome], here)
-        longest = int(turns.max())
-        reached = torch.arange(longest) < turns[:, None]  # [B, L]
-        sums = torch.stack([reached.sum(0).to(torch.float64), (reached * batch.rewards[:, None]).sum(0)], 1)
-        self.reached = _added(self.reached, sums)
+        ended = torch.stack([torch.bincount(turns).to(torch.float64), torch.bincount(turns, batch.rewards)], 1)
+        reached = ended.flip(0).cumsum(0).flip(0)[1:]  # [L, 2]: rollouts with at least that many turns
+        self.reached = _added(self.reached, reached)
 
     def _add_agreement(self, policy: Policy, batch: Batch) -> None:
         if batch.rollout_log_probs is None:
@@ -244,7 +248,8 @@ class _Run:
                 if gap.numel():
                     self.differences[0] += gap.numel()
                     self.differences[1] += float(gap.sum())
-                    self.differences[2] = max(self.differences[2], float(gap.max()))
+                    largest = gap.new_tensor(self.differences[2])
+                    self.differences[2] = float(torch.maximum(gap.max(), largest))  # a NaN stays one
                 done(tokens.stop)
 
     def result(self) -> ReplayResult:

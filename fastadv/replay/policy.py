@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastadv.batch import Batch
-from fastadv.replay.errors import ReplayError
+from fastadv.replay.errors import ReplayError, finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +22,9 @@ class Policy:
     vocabulary: int
     context: int | None  # longest sequence, if the configuration says
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        finite("--temperature", self.temperature, above=0)
 
     @classmethod
     def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> Policy:
@@ -39,14 +42,25 @@ class Policy:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype
-            )
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
+                output_loading_info=True,
+            )  # fmt: skip
         except Exception as error:  # transformers has many ways to say that a checkpoint is broken
             raise ReplayError(f"{folder} cannot be loaded as a policy ({type(error).__name__}: {error})") from error
+        absent = sorted(str(key) for name in ("missing_keys", "mismatched_keys") for key in loading.get(name, ()))
+        if absent:  # transformers would draw them at random
+            named = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+            raise ReplayError(
+                f"{folder} cannot be used as a policy: {len(absent)} of its weights are missing or have another shape "
+                f"({named}); pass a complete checkpoint"
+            )
         model.eval()
-        config = model.config
-        return cls(model, int(config.vocab_size), getattr(config, "max_position_embeddings", None), temperature)
+        config = model.config.get_text_config()
+        vocabulary, context = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
+        if not isinstance(vocabulary, int):
+            raise ReplayError(f"{folder} cannot be used as a policy: its configuration has no vocab_size")
+        return cls(model, vocabulary, context if isinstance(context, int) else None, temperature)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

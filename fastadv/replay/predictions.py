@@ -1,4 +1,8 @@
-"""The plan's predictions that logged rollouts decide: one function each, with its threshold, interval and verdict."""
+"""Predictions that logged rollouts decide: one function each, with its threshold, interval and verdict.
+
+P1 is the two-outcome identity (docs/theory.md, 7), P7 what the turn-reached baseline removes (docs/theory.md, 14).
+Claims and thresholds were written down before any rollouts were looked at.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def p7_variance_drop(
         detail = "no group has a spread of rewards: there is no variance to cut"
         return Prediction("P7", claim, {}, threshold, None, NO_DATA, detail)
     drop = 1 - float(e.sum() / a.sum())
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed % 2**64)  # any integer
     picks = torch.randint(0, a.shape[0], (draws, a.shape[0]), generator=generator)
     sums = a[picks].sum(1)
     drops = (1 - e[picks].sum(1) / sums)[sums > 0]
@@ -97,7 +101,10 @@ def two_outcome_prompts(batch: Batch, limit: int) -> list[Batch]:
 
 
 def p1_residuals(policy: Policy, prompt: Batch, *, max_tokens: int) -> dict[str, float]:
-    """How far a two-outcome prompt's gradients are from each identity, relative to the un-baselined reference."""
+    """How far a two-outcome prompt's gradients are from each identity, relative to the un-baselined reference.
+
+    Empty where that reference is 0: there is nothing to be relative to.
+    """
     statistics = freeze(prompt)
 
     def weighted(arm: Arm) -> Weighted:
@@ -115,6 +122,8 @@ def p1_residuals(policy: Policy, prompt: Batch, *, max_tokens: int) -> dict[str,
     plain, baselined, masked, masked_loo, survivors, scores = (
         policy_gradients(policy, prompt, arms, max_tokens=max_tokens) / prompt.num_rollouts
     )
+    if not bool(plain.any()):
+        return {}
     size, r = prompt.num_rollouts, float(prompt.rewards.mean())
     errors: dict[str, Tensor] = {
         "masked, mean baseline": masked - (1 - r) * plain,
@@ -139,11 +148,16 @@ def p1_two_outcomes(
     if not prompts:
         detail = "no prompt has both a solved and a capped rollout"
         return Prediction("P1", claim, {}, threshold, None, NO_DATA, detail)
-    worst = dict.fromkeys(P1_IDENTITIES, 0.0)
+    measured = []
     for number, prompt in enumerate(prompts):
-        for name, residual in p1_residuals(policy, prompt, max_tokens=max_tokens).items():
-            worst[name] = max(worst[name], residual)
+        residuals = p1_residuals(policy, prompt, max_tokens=max_tokens)
+        measured += [residuals] if residuals else []
         progress(number + 1)
-    verdict = SUPPORTED if max(worst.values()) < P1_TOLERANCE else FALSIFIED
-    detail = f"largest residuals over {len(prompts)} prompts, each with its solved and capped rollouts"
+    if not measured:
+        detail = "the un-baselined reference gradient of every prompt with both outcomes is zero"
+        return Prediction("P1", claim, {}, threshold, None, NO_DATA, detail)
+    # By torch, which keeps a NaN where Python's max may drop it.
+    worst = {name: float(torch.tensor([m[name] for m in measured]).max()) for name in P1_IDENTITIES}
+    verdict = SUPPORTED if all(residual < P1_TOLERANCE for residual in worst.values()) else FALSIFIED
+    detail = f"largest residuals over {len(measured)} prompts, each with its solved and capped rollouts"
     return Prediction("P1", claim, worst, threshold, None, verdict, detail)

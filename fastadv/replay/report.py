@@ -6,13 +6,13 @@ import dataclasses
 import json
 import math
 import platform
-import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastadv.outcomes import Outcome
+from fastadv.replay.errors import plain
 from fastadv.replay.gradients import DIFFICULTY_NAMES, TURN_NAMES
 from fastadv.replay.pipeline import ReplayResult
 
@@ -29,11 +29,6 @@ class Table:
     caption: str
     columns: list[str]
     rows: list[list[str]]
-
-
-def plain(text: str) -> str:
-    """Untrusted text without control characters, so that no terminal acts on it."""
-    return "".join(" " if unicodedata.category(c).startswith("C") else c for c in text)
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -29,7 +29,10 @@ def find(paths: list[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file())
+            try:
+                inside = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file())
+            except OSError as error:
+                raise ReplayError(f"{path} cannot be listed: {error.strerror}") from error
             if not inside:
                 raise ReplayError(f"{path} is a folder without dumps ({', '.join(SUFFIXES)})")
             found += inside
@@ -41,7 +44,7 @@ def find(paths: list[Path]) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """ "torch", "safetensors" or "jsonl", by the file's first bytes.
+    """The kind of a file by its first bytes: "torch", "safetensors" or "jsonl".
 
     Raises:
         ReplayError: a file that is none of these, or cannot be read.

@@ -17,17 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastadv.batch import Batch, TokenIds
+from fastadv.batch import LARGEST_ID, Batch, TokenIds
 from fastadv.groups import group_index
 from fastadv.outcomes import Outcome
 from fastadv.replay.errors import ReplayError
-from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of, packed_offsets
+from fastadv.replay.readers.rollouts import (
+    ReadOptions,
+    Rollouts,
+    check_log_probs,
+    label_text,
+    outcome_of,
+    packed_offsets,
+    reward_of,
+)
 
 # How an agent's own loop says that it was cut off while the engine says "completed".
 CUT_OFF = {"TimeLimitExceeded", "SequenceLengthLimitExceeded"}
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 NO_RESULT = ("aborted", "failed", "pending")  # "failed" is a tool or an API that failed, not a wrong answer
-LARGEST_ID = 2**31 - 1
 
 
 def load(path: Path, *, trust: bool) -> Any:
@@ -66,25 +73,50 @@ class _Sample:
             if optional:
                 return None
             raise ReplayError(f"{self.where} has no {name!r}")
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, bool) and kinds is int:
             value = int(value)
         if not isinstance(value, kinds):
             raise ReplayError(f"{self.where}: {name!r} is a {type(value).__name__}")
         return value
 
-    def numbers(self, name: str, dtype: type, *, length: int | None = None) -> np.ndarray | None:
-        """A per-token list as an array; None where the field is."""
+    def numbers(self, name: str, *, length: int | None = None) -> np.ndarray | None:
+        """A per-token list as an array of numbers; None where the field is."""
         value = self.get(name, (list, tuple, np.ndarray, Tensor), optional=True)
         if value is None:
             return None
-        try:
-            array: np.ndarray = np.asarray(value, dtype=dtype)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ReplayError(f"{self.where}: {name!r} holds something that is no number ({error})") from error
+        array = self._array(name, value)
         if array.ndim != 1:
             raise ReplayError(f"{self.where}: {name!r} has {array.ndim} dimensions, not one")
         if length is not None and array.shape[0] != length:
             raise ReplayError(f"{self.where}: {name!r} has {array.shape[0]} entries for {length} response tokens")
+        return array
+
+    def whole(self, name: str, *, length: int | None = None) -> np.ndarray | None:
+        """The same for a list of whole numbers."""
+        array = self.numbers(name, length=length)
+        if (
+            array is not None
+            and array.dtype.kind == "f"
+            and not (np.isfinite(array) & (array == np.trunc(array))).all()
+        ):
+            raise ReplayError(f"{self.where}: {name!r} holds a number that is not whole")
+        return array
+
+    def _array(self, name: str, value: Any) -> np.ndarray:
+        # Without a dtype: asked for one, numpy parses texts and rounds fractions.
+        try:
+            if isinstance(value, Tensor):
+                value = value.detach()
+                value = value.float() if value.is_floating_point() else value  # numpy has no bfloat16
+            array: np.ndarray = np.asarray(value)
+            if array.dtype.kind == "O" and all(x is None or isinstance(x, (int, float)) for x in array.flat):
+                array = array.astype(np.float64)  # None among numbers, or integers beyond 64 bits
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ReplayError(f"{self.where}: {name!r} holds something that is no number ({error})") from error
+        if array.dtype.kind not in "biuf":
+            raise ReplayError(f"{self.where}: {name!r} holds something that is no number (numpy: {array.dtype})")
         return array
 
     def reward(self, key: str | None) -> float:
@@ -99,17 +131,14 @@ class _Sample:
             if key not in value:
                 raise ReplayError(f"{self.where}: the reward has no key {key!r}")
             value = value[key]
-        if value is None:
-            return math.nan
-        if isinstance(value, (Tensor, np.generic)) and getattr(value, "ndim", 0) == 0:
+        if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta):
             value = value.item()
-        if not isinstance(value, (int, float)):
-            raise ReplayError(f"{self.where}: the reward is a {type(value).__name__}")
-        return float(value)
+        return reward_of(f"{self.where}: the reward", value)
 
 
 def _cut_off(status: str, metadata: dict[str, Any]) -> bool:
-    return status == "truncated" or str(metadata.get("exit_status")) in CUT_OFF
+    reason = metadata.get("exit_status")
+    return status == "truncated" or (isinstance(reason, str) and reason in CUT_OFF)
 
 
 class _Columns:
@@ -132,16 +161,15 @@ class _Columns:
     def add(self, sample: _Sample, row: int, options: ReadOptions) -> None:
         """Takes one sample apart."""
         response = sample.get("response_length", int)
-        tokens = sample.numbers("tokens", np.int64)
+        tokens = sample.whole("tokens")
         if tokens is None:
             raise ReplayError(f"{sample.where} has no 'tokens'")
         if not 0 <= response <= tokens.shape[0]:
             raise ReplayError(f"{sample.where}: 'response_length' is {response} of {tokens.shape[0]} tokens")
         if tokens.size and (tokens.min() < 0 or tokens.max() > LARGEST_ID):
             raise ReplayError(f"{sample.where}: 'tokens' holds an id outside of [0, {LARGEST_ID}]")
-        mask = sample.numbers("loss_mask", np.float32, length=response)
-        if mask is not None and not np.array_equal(mask, np.trunc(mask)):
-            raise ReplayError(f"{sample.where}: 'loss_mask' has a fractional value; it says which tokens were sampled")
+        mask = sample.whole("loss_mask", length=response)
+        log_probs = sample.numbers("rollout_log_probs", length=response)
         status = sample.get("status", str)
         if status not in STATUSES:
             raise ReplayError(f"{sample.where}: 'status' is {status!r}; Miles and slime write {', '.join(STATUSES)}")
@@ -152,18 +180,21 @@ class _Columns:
         group = sample.get("group_index", int, optional=True)
         group = sample.where if group is None else group
         index = sample.get("index", int, optional=True)
+        if index is not None and not -(2**63) <= index < 2**63:
+            raise ReplayError(f"{sample.where}: 'index' has {index.bit_length()} bits; it must fit into 64")
         self.labels.setdefault(group, label_text(sample.fields.get("prompt", ""), metadata.get("instance_id")))
         self.lengths.append(response)
         self.total_lengths.append(tokens.shape[0])
         self.masks.append(np.ones(response, bool) if mask is None else mask != 0)
-        self.log_probs.append(sample.numbers("rollout_log_probs", np.float32, length=response))
+        with np.errstate(over="ignore"):  # a log-prob beyond float32 is an infinite one
+            self.log_probs.append(None if log_probs is None else log_probs.astype(np.float32))
         self.ids.append(tokens.astype(np.int32))
         self.rewards.append(reward)
         self.outcomes.append(outcome_of(reward, cut_off=cut_off, infra=infra, solved_above=options.solved_above))
         self.capped.append(cut_off)
         self.groups.append(group)
         self.row_ids.append(row if index is None else index)
-        self.removed += bool(sample.fields.get("remove_sample"))
+        self.removed += bool(sample.get("remove_sample", int, optional=True))
 
 
 def _packed(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -199,8 +230,13 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
 
 
 def _refuse_split_trajectories(path: Path, samples: list[Any]) -> None:
-    ids = Counter(s.get("rollout_id") for s in samples if isinstance(s, dict))
-    shared = [i for i, count in ids.items() if count > 1 and i is not None]
+    ids: Counter[int | str] = Counter()
+    for row, fields in enumerate(samples):
+        if isinstance(fields, dict):
+            number = _Sample(f"{path}, sample {row}", fields).get("rollout_id", (int, str), optional=True)
+            if number is not None:
+                ids[number] += 1
+    shared = [i for i, count in ids.items() if count > 1]
     if shared:
         raise ReplayError(
             f"{path}: {ids[shared[0]]} samples share rollout_id {shared[0]}: a trajectory in several samples would "
@@ -243,5 +279,6 @@ def _rollouts(path: Path, c: _Columns) -> Rollouts:
         rollout_log_probs=log_probs,
         token_ids=TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths)),
     )
+    check_log_probs(f"{path}, sample", batch)
     labels = [c.labels[g] for g in dict.fromkeys(c.groups)]
     return Rollouts("miles", outcomes, rewards, groups, labels, batch, notes)

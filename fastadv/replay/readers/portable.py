@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastadv import validation
 from fastadv.batch import Batch, TokenIds
 from fastadv.replay.errors import ReplayError
-from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text
+from fastadv.replay.readers.rollouts import LARGEST_REWARD, ReadOptions, Rollouts, check_log_probs, label_text
 
 FORMAT, VERSION = "fastadv rollouts", "1"
 REQUIRED = ("cu_seqlens", "mask", "rewards", "group_ids", "outcomes")
@@ -28,7 +29,9 @@ def write(path: Path, batch: Batch, labels: list[str] | None = None) -> None:
 
     Raises:
         FileExistsError: the file exists.
+        OSError: the file cannot be written; nothing of it is left.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     batch = batch.packed()
@@ -47,13 +50,19 @@ def write(path: Path, batch: Batch, labels: list[str] | None = None) -> None:
         tensors["rollout_log_probs"] = batch.rollout_log_probs
     if batch.token_ids is not None:
         tensors["token_ids"] = batch.token_ids.ids
-        tensors["token_cu_seqlens"] = batch.token_ids.cu_seqlens
+        tensors["token_cu_seqlens"] = batch.token_ids.cu_seqlens.clone()  # may be the responses' own: no prompts
     metadata = {"format": FORMAT, "version": VERSION}
     if labels is not None:
         metadata["group_labels"] = json.dumps(labels)
     with path.open("xb"):
         pass  # claims the name, so that nothing that appeared meanwhile is overwritten
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):
+            raise OSError(f"safetensors: {error}") from error
+        raise
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -77,6 +86,8 @@ def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in names}, metadata
     except (SafetensorError, OSError) as error:
         raise ReplayError(f"{path} is truncated or no safetensors file ({error})") from error
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # a dtype that torch has not
+        raise ReplayError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def read(path: Path, options: ReadOptions) -> Rollouts:
@@ -94,9 +105,21 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     if (ids is None) != (ends is None):
         raise ReplayError(f"{path}: token_ids and token_cu_seqlens come together")
     try:
-        batch = Batch.of(**parts, token_ids=None if ids is None else TokenIds(ids, ends))
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise ReplayError(f"{path}: {error}") from error
+        with validation.checks("on"):  # a file's offsets are not trusted, whatever FASTADV_CHECKS says
+            batch = Batch.of(**parts, token_ids=None if ids is None else TokenIds(ids, ends))
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = str(error).removeprefix("Batch: ")
+        for ours, theirs in (("token_ids.ids", "token_ids"), ("token_ids.cu_seqlens", "token_cu_seqlens")):
+            reason = reason.replace(ours, theirs)
+        raise ReplayError(f"{path}: {reason}") from error
+    large = batch.rewards.abs() > LARGEST_REWARD
+    if bool(large.any()):
+        row = int(large.nonzero()[0])
+        raise ReplayError(
+            f"{path}: rewards[{row}] is {float(batch.rewards[row])}; a reward is finite and at most "
+            f"{LARGEST_REWARD:g} in size, or NaN for no result"
+        )
+    check_log_probs(f"{path}, rollout", batch)
     if batch.num_rollouts == 0:
         raise ReplayError(f"{path} holds no rollouts")
     options.progress(batch.num_rollouts, batch.num_rollouts)
@@ -109,7 +132,7 @@ def _labels(path: Path, batch: Batch, metadata: dict[str, str]) -> list[str]:
         return plain
     try:
         labels = json.loads(metadata["group_labels"])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReplayError(f"{path}: group_labels is no JSON ({error})") from error
     if not isinstance(labels, list) or len(labels) != len(plain):
         raise ReplayError(f"{path}: group_labels must be a list of {len(plain)} texts")

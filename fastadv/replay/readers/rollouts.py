@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,10 @@ from torch import Tensor
 from fastadv.batch import Batch
 from fastadv.groups import GroupIndex
 from fastadv.outcomes import Census, Outcome, census
+from fastadv.replay.errors import ReplayError, finite
+
+LARGEST_LOG_PROB = 1e-3  # 0, and what low precision makes of it
+LARGEST_REWARD = 1e30  # float32 ends at 3e38, and rewards are squared in float64 and summed over tokens
 
 
 def _no_progress(done: int, total: int) -> None:
@@ -33,6 +38,9 @@ class ReadOptions:
     reward_key: str | None = None
     trust: bool = False
     progress: Callable[[int, int], None] = _no_progress
+
+    def __post_init__(self) -> None:
+        finite("--solved-above", self.solved_above)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +70,67 @@ def outcome_of(reward: float, *, cut_off: bool, infra: bool, solved_above: float
     return Outcome.BUDGET if cut_off else Outcome.FAILED
 
 
+def reward_of(where: str, value: object) -> float:
+    """A logged reward; NaN for none.
+
+    Raises:
+        ReplayError: what is no number, infinite, or too large to compute with.
+    """
+    if value is None:
+        return math.nan
+    if not isinstance(value, (int, float)):
+        raise ReplayError(
+            f"{where} is a {type(value).__name__}; a reward is a number, or None where there is no result"
+        )
+    if value == value and not -LARGEST_REWARD <= value <= LARGEST_REWARD:  # math.isnan would overflow on an integer
+        raise ReplayError(
+            f"{where} is {_shown(value)}; a reward is finite and at most {LARGEST_REWARD:g} in size, or None for no "
+            "result"
+        )
+    return float(value)
+
+
+def check_log_probs(where: str, batch: Batch) -> None:
+    """Raises ReplayError where a sampled token of a packed batch has a log-prob that no token can have."""
+    values = batch.rollout_log_probs
+    if values is None or batch.cu_seqlens is None:
+        return
+    bad = batch.mask & ~(values.isfinite() & (values <= LARGEST_LOG_PROB))
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        row = int(torch.searchsorted(batch.cu_seqlens, at, right=True)) - 1
+        token = at - int(batch.cu_seqlens[row])
+        raise ReplayError(
+            f"{where} {row}: 'rollout_log_probs'[{token}] is {float(values[at])} at a sampled token; a "
+            "log-prob is finite and not above 0. Leave rollout_log_probs out if the engine did not log them"
+        )
+
+
+def _shown(value: float) -> str:
+    """A number, a huge integer by its size."""
+    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else str(value)
+
+
 def label_text(prompt: object, name: object = None, width: int = 80) -> str:
     """A prompt in one line: the task's name if it has one, and its text, or the last message of a chat."""
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content", "")
-    text = " ".join(f"{name}: {prompt}".split() if name is not None else str(prompt).split())
+    text = " ".join((_text(prompt) if name is None else f"{_text(name)}: {_text(prompt)}").split())
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _text(value: object) -> str:
+    """Text as it is, anything else in short."""
+    return value if isinstance(value, str) else short(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def short(value: object) -> str:
+    """The beginning of an object's `repr`, however large or deep it is."""
+    return _SHORT.repr(value)
 
 
 def packed_offsets(lengths: list[int]) -> Tensor:

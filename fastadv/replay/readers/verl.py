@@ -6,7 +6,6 @@ There are no tokens, masks or log-probs in them, and no word on truncation.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from fastadv.groups import group_index
 from fastadv.replay.errors import ReplayError
-from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of
+from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of, reward_of, short
 
 REFUSED = (
     "verl's rollout log carries text and scores only: no tokens, masks or turns, and no word on truncation, so a "
@@ -33,10 +32,12 @@ def _line(path: Path, number: int, text: str) -> dict[str, Any]:
     for name in ("input", "output", "score"):
         if name not in fields:
             raise ReplayError(f"{where} has no {name!r}; verl writes input, output, score and step")
-    if fields["score"] is not None and (
-        isinstance(fields["score"], bool) or not isinstance(fields["score"], (int, float))
-    ):
-        raise ReplayError(f"{where}: 'score' is {fields['score']!r}, not a number")
+    if isinstance(fields["score"], (bool, str, list, dict)):
+        raise ReplayError(f"{where}: 'score' is {short(fields['score'])}, not a number")
+    if not isinstance(fields["input"], str):
+        raise ReplayError(f"{where}: 'input' is a {type(fields['input']).__name__}, not the prompt's text")
+    if not isinstance(fields.get("step"), (int, float, str, type(None))):
+        raise ReplayError(f"{where}: 'step' is a {type(fields['step']).__name__}, not a number")
     return fields
 
 
@@ -55,16 +56,21 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
                 if not text.strip():
                     continue
                 fields = _line(path, number, text)
-                score = fields["score"]
-                rewards.append(math.nan if score is None else float(score))
+                rewards.append(reward_of(f"{path}, line {number}: 'score'", fields["score"]))
                 group = f"{fields.get('step')}\n{fields['input']}"
                 groups.append(group)
                 labels.setdefault(group, label_text(fields["input"]))
                 options.progress(number, 0)
     except UnicodeDecodeError as error:
         raise ReplayError(f"{path} is no text ({error})") from error
+    except OSError as error:
+        raise ReplayError(f"{path} cannot be read: {error.strerror}") from error
     if not rewards:
         raise ReplayError(f"{path} holds no rollouts")
+    missing = sum(r != r for r in rewards)
+    notes = ["verl's log does not say which rollouts were truncated: BUDGET cannot be counted"]
+    if missing:
+        notes.append(f"{missing} rollouts have no score (null or NaN): counted as INFRA")
     outcomes = [outcome_of(r, cut_off=False, infra=False, solved_above=options.solved_above) for r in rewards]
     return Rollouts(
         source="verl",
@@ -73,6 +79,6 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
         groups=group_index(groups),
         labels=list(labels.values()),
         batch=None,
-        notes=["verl's log does not say which rollouts were truncated: BUDGET cannot be counted"],
+        notes=notes,
         refused=REFUSED,
     )
