@@ -8,6 +8,7 @@ from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import LossConfig
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
+from fastadv.ops.linear_log_probs import linear_log_probs
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
@@ -46,6 +47,7 @@ __all__ = [
     "group_index",
     "keep",
     "last_backend",
+    "linear_log_probs",
     "pad",
     "policy_loss",
     "question_one_arms",

@@ -281,6 +281,40 @@ def token_log_probs(options: dict[str, Any]) -> Callable[..., Outputs]:
     return call
 
 
+# ---- log-probs from hidden states ------------------------------------------------------------------------------------
+
+
+def make_linear_log_probs(d: Draw) -> Inputs:
+    return {
+        "hidden": d.normal(*d.tokens, 8),
+        "weight": 0.3 * d.normal(3, 8),
+        "labels": torch.randint(0, 3, d.tokens, generator=d.generator),
+        "mask": d.mask,
+    }
+
+
+def make_linear_log_probs_moments(d: Draw) -> Inputs:
+    return {
+        "hidden": d.normal(*d.tokens, 5),
+        "bias": d.normal(19),
+        "labels": torch.randint(0, 19, d.tokens, generator=d.generator),
+        "temperature": 0.5 + d.uniform(*d.tokens),
+        "mask": d.mask,
+    }
+
+
+def linear_log_probs(backend: str, **inputs: Any) -> Outputs:
+    """Deterministic: the contract of equal bits holds there."""
+    return {"loss": fa.linear_log_probs(**inputs, deterministic=True, backend=backend).log_probs}
+
+
+def linear_log_probs_moments(backend: str, **inputs: Any) -> Outputs:
+    weight = (torch.arange(19 * 5) % 7 - 3).view(19, 5).to(inputs["hidden"].dtype) / 2
+    options = {**MOMENTS, "softcap": 10.0, "ignore_index": 2, "chunk_tokens": 100, "deterministic": True}
+    out = fa.linear_log_probs(**inputs, weight=weight, **options, backend=backend)
+    return {"loss": out.log_probs - 0.01 * out.entropy + 0.1 * out.sum_p2, "entropy": out.entropy, "sum_p2": out.sum_p2}
+
+
 MOMENTS = {"return_entropy": True, "return_sum_p2": True}
 PPO = fa.LossConfig(clip_high=0.28)
 CASES = (
@@ -337,5 +371,13 @@ CASES = (
         token_log_probs({**MOMENTS, "softcap": 10.0, "temperature": 1.3, "ignore_index": 2}),
         token_inputs=("logits",),
         gradient_of="logits",
+    ),
+    Case("linear_log_probs", make_linear_log_probs, linear_log_probs, token_inputs=("hidden",), gradient_of="hidden"),
+    Case(
+        "linear_log_probs[moments]",
+        make_linear_log_probs_moments,
+        linear_log_probs_moments,
+        token_inputs=("hidden",),
+        gradient_of="hidden",
     ),
 )
