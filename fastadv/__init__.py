@@ -9,6 +9,7 @@ from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import LossConfig
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.linear_log_probs import linear_log_probs
+from fastadv.ops.linear_policy_loss import linear_policy_loss
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
@@ -48,6 +49,7 @@ __all__ = [
     "keep",
     "last_backend",
     "linear_log_probs",
+    "linear_policy_loss",
     "pad",
     "policy_loss",
     "question_one_arms",

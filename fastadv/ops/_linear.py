@@ -56,22 +56,28 @@ class Gradients:
     begun: bool = False  # whether `weight` holds a sum yet
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
-        """Buffers for what is needed of (hidden, weight, bias)."""
+    def of(cls, hidden: Tensor, weight: Tensor, needs: Sequence[bool], dtype: torch.dtype | None = None) -> Gradients:
+        """Buffers for what is needed of (hidden, weight, bias); hidden's in its own dtype, or in `dtype`."""
         vocab, size = weight.shape
         rows = hidden.shape[:-1].numel()
         return cls(
-            torch.zeros((rows, size), dtype=hidden.dtype) if needs[0] else None,
+            torch.zeros((rows, size), dtype=dtype or hidden.dtype) if needs[0] else None,
             native.empty((vocab, size), torch.float32) if needs[1] else None,
             torch.zeros(vocab, dtype=torch.float64) if needs[2] else None,
         )
 
-    def finished(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients, shaped and typed like what they belong to."""
+    def finished(
+        self, hidden: Tensor, weight: Tensor, factor: float = 1.0
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients times a factor, shaped and typed like what they belong to. Uses the buffers up."""
         if self.weight is not None and not self.begun:
             self.weight.zero_()
+        if factor != 1.0:
+            for sum_ in (self.hidden, self.weight, self.bias):
+                if sum_ is not None:
+                    sum_.mul_(factor)
         return (
-            None if self.hidden is None else self.hidden.view(hidden.shape),
+            None if self.hidden is None else self.hidden.view(hidden.shape).to(hidden.dtype),
             None if self.weight is None else self.weight.to(weight.dtype),
             None if self.bias is None else self.bias.to(weight.dtype),
         )

@@ -321,8 +321,13 @@ def linear_log_probs(
         deterministic=deterministic,
     )  # fmt: skip
     name = dispatch.resolve(op, backend, *given.layer)
-    found = _reference(given) if name == "reference" else _native(given)
+    found = log_probs_of(given, name)
     return TokenLogProbs(found[0], found[1] if return_entropy else None, found[2] if return_sum_p2 else None)
+
+
+def log_probs_of(given: Arguments, backend: str) -> tuple[Tensor, ...]:
+    """Log-probs, entropy and sum of squares for checked arguments and a backend that is settled."""
+    return _reference(given) if backend == "reference" else _native(given)
 
 
 def _native(given: Arguments) -> tuple[Tensor, ...]:
