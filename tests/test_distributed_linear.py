@@ -1,7 +1,9 @@
-"""Vocabularies and sequences that are split over ranks, with real processes on gloo: one world for every case."""
+"""Vocabularies and sequences that are split over ranks, with real processes on gloo: one world of four for every case,
+of which two are a group of their own."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -69,14 +71,14 @@ def policy_loss(given: dict[str, Any], config: fa.LossConfig, **options: Any) ->
     return {"loss": out.loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-def split_vocabulary(rank: int, world: int) -> dict[str, Any]:
+def split_vocabulary(rank: int, world: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """This rank's rows of the weight, its own results and an error of each kind."""
     parts = PARTS[world]
     first = sum(parts[:rank])
     mine = slice(first, first + parts[rank])
     given = batch()
     given["weight"], given["bias"] = given["weight"][mine].clone(), given["bias"][mine].clone()
-    options = {"vocab_start": first, "vocab_group": dist.group.WORLD}
+    options = {"vocab_start": first, "vocab_group": group}
     results: dict[str, Any] = {
         "log_probs": log_probs(given, **options),
         "deterministic": log_probs(given, **options, deterministic=True, chunk_tokens=3),
@@ -106,11 +108,14 @@ def split_sequence(rank: int, world: int) -> dict[str, Any]:
     return {"mine": mine, "loss": policy_loss(given, CONFIG, denominator=step)}
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
-    results = {"vocabulary": split_vocabulary(rank, world), "sequence": split_sequence(rank, world)}
-    torch.save(results, f"{folder}/result-{world}-{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=max(WORLDS))
+    for world in WORLDS:
+        group = dist.new_group(list(range(world)))
+        if rank < world:
+            results = {"vocabulary": split_vocabulary(rank, world, group), "sequence": split_sequence(rank, world)}
+            torch.save(results, f"{folder}/result-{world}-{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -118,10 +123,8 @@ def run_rank(rank: int, world: int, folder: str) -> None:
 def ranks(tmp_path_factory: Any) -> dict[int, list[dict[str, Any]]]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = tmp_path_factory.mktemp("gloo")
-    spawned = [mp.spawn(run_rank, (world, str(folder)), nprocs=world, join=False) for world in WORLDS]
-    for context in spawned:
-        while not context.join():
-            pass
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "fastadv", "pytest"])  # imported once
+    mp.start_processes(run_rank, (str(folder),), nprocs=max(WORLDS), start_method="forkserver")
     return {
         world: [torch.load(Path(folder) / f"result-{world}-{rank}.pt", weights_only=False) for rank in range(world)]
         for world in WORLDS
