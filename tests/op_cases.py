@@ -315,6 +315,26 @@ def linear_log_probs_moments(backend: str, **inputs: Any) -> Outputs:
     return {"loss": out.log_probs - 0.01 * out.entropy + 0.1 * out.sum_p2, "entropy": out.entropy, "sum_p2": out.sum_p2}
 
 
+def make_linear_policy_loss(d: Draw) -> Inputs:
+    given = make_linear_log_probs(d)
+    log_probs = fa.linear_log_probs(**given, backend="reference").log_probs
+    old = log_probs + d.normal(*d.tokens) * d.uniform(*d.tokens) ** 4 * 4
+    old = away_from_edges(log_probs, old, PPO)
+    return {**given, "old": old, "advantages": d.normal(*d.tokens), "cu_seqlens": d.cu_seqlens}
+
+
+def linear_policy_loss(backend: str, old: Tensor, reduction: str = "loss", **inputs: Any) -> Outputs:
+    options = {"config": PPO, "deterministic": True, "reduction": reduction}
+    out = fa.linear_policy_loss(**inputs, old_log_probs=old, **options, backend=backend)
+    return {"loss": out.loss, **out.metrics}
+
+
+def linear_magnitude(inputs: Inputs) -> float:
+    exact = {name: float64(value) for name, value in inputs.items()}
+    losses = linear_policy_loss("reference", **exact, reduction="none")["loss"]
+    return float(losses.abs().sum() / inputs["mask"].sum().clamp(min=1))
+
+
 MOMENTS = {"return_entropy": True, "return_sum_p2": True}
 PPO = fa.LossConfig(clip_high=0.28)
 CASES = (
@@ -379,5 +399,13 @@ CASES = (
         linear_log_probs_moments,
         token_inputs=("hidden",),
         gradient_of="hidden",
+    ),
+    Case(
+        "linear_policy_loss",
+        make_linear_policy_loss,
+        linear_policy_loss,
+        token_inputs=("hidden", "old", "advantages"),
+        gradient_of="hidden",
+        magnitude=linear_magnitude,
     ),
 )
