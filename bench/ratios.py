@@ -1,6 +1,6 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [advantages] [scaling] [replay]
+python -m bench.ratios [policy-loss] [advantages] [scaling] [linear] [replay]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fastadv as fa
-from bench import peers
+from bench import linear, peers
 from bench.harness import (
     Bandwidth,
     Line,
@@ -280,7 +280,13 @@ def replay() -> bool:
     return run.returncode == 0
 
 
-SUITES = {"policy-loss": policy_loss, "advantages": advantages, "scaling": scaling, "replay": replay}
+SUITES = {
+    "policy-loss": policy_loss,
+    "advantages": advantages,
+    "scaling": scaling,
+    "linear": linear.linear,
+    "replay": replay,
+}
 
 
 def main() -> None:

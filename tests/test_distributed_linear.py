@@ -84,6 +84,8 @@ def split_vocabulary(rank: int, world: int, group: dist.ProcessGroup) -> dict[st
         "deterministic": log_probs(given, **options, deterministic=True, chunk_tokens=3),
         "loss": policy_loss({**given, **loss_inputs()}, CONFIG, **options),
     }
+    with pytest.raises(ValueError, match="vocab_group is given, but ranks exchange"):
+        fa.linear_log_probs(**given, **options, backend="reference")
     with torch.no_grad():
         results["no grad"] = fa.linear_log_probs(**given, **options).log_probs
     for name, changes in (

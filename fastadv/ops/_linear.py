@@ -29,10 +29,12 @@ TILE_BYTES = 2**24  # of weights that are widened or gathered at a time
 FIXED_ROWS = 64  # rows of every product in deterministic mode
 
 
-def chunk_rows(vocab: int) -> int:
-    """Rows of logits in a chunk: enough for products at their full rate, in little memory beside a weight gradient."""
+def chunk_rows(vocab: int, rows: int) -> int:
+    """Rows of logits in a chunk: enough for products at their full rate, in little memory beside a weight gradient, and
+    equal chunks."""
     fewest, most = CHUNK_ROWS
-    return max(fewest, min(most, CHUNK_BYTES // (4 * max(1, vocab))))
+    at_most = max(fewest, min(most, CHUNK_BYTES // (4 * max(1, vocab))))
+    return -(-rows // max(1, -(-rows // at_most)))
 
 
 @contextlib.contextmanager
@@ -120,7 +122,7 @@ class Head:
         self.inverse_temperature = inverse_temperature
         self.deterministic = deterministic
         vocab, size = weight.shape
-        self.chunk = min(chunk or chunk_rows(vocab), max(1, rows.shape[0]))
+        self.chunk = min(chunk or chunk_rows(vocab, rows.shape[0]), max(1, rows.shape[0]))
         if deterministic:
             self.chunk = -(-self.chunk // FIXED_ROWS) * FIXED_ROWS
         self.logits = native.empty((self.chunk, vocab), torch.float32)

@@ -40,8 +40,9 @@ class Numbers(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Checked arguments of an op on an output layer."""
+    """Checked arguments of an op on an output layer, and the backend that runs it."""
 
+    backend: str
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -139,6 +140,7 @@ def backward(
     for take in head.chunks(flows.nonzero().flatten()):
         head.load(take)
         head.backward(chosen, flat, sums)
+    del head  # its buffers are free before weight gradients in low precision are copied
     if parts is not None and sums.hidden is not None:
         parts.add_up(sums.hidden, rows)
         sums.hidden = sums.hidden.to(hidden.dtype)
@@ -291,13 +293,14 @@ def linear_log_probs(
         ignore_index: tokens with this label do not count.
         vocab_start, vocab_group: the weight is rows `[vocab_start, vocab_start + V)` of a vocabulary split over the
             ranks of this torch.distributed group; each rank passes the same hidden, labels and mask. Every rank gets
-            the results and the hidden gradient of the whole vocabulary, and the gradients of its own rows.
+            the results and the hidden gradient of the whole vocabulary, and the gradients of its own rows. Native, in
+            eager mode; every rank must call, also one without a row, and the backward too.
         chunk_tokens: rows of logits that exist at a time; None: 128 MiB of them. Results depend on it within rounding.
         return_entropy: also the entropy of the distribution in nats.
         return_sum_p2: also the sum of squared probabilities.
         deterministic: the results and the hidden gradient of a token have the same bits whatever other tokens there
-            are, however many, and everything has the same bits for any number of threads and any strides. Products
-            then have 64 rows, filled up with zeros, and run on one thread.
+            are, however many, and everything has the same bits for any number of threads. Products then have 64
+            rows, filled up with zeros, and run on one thread: that is the price.
         backend: "auto", "reference" or "cpu".
 
     Returns:
@@ -318,16 +321,15 @@ def linear_log_probs(
     given = arguments(
         op, hidden, weight, labels, bias=bias, mask=mask, temperature=temperature, softcap=softcap,
         ignore_index=ignore_index, vocab_start=vocab_start, vocab_group=vocab_group, chunk_tokens=chunk_tokens,
-        deterministic=deterministic,
+        deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    name = dispatch.resolve(op, backend, *given.layer)
-    found = log_probs_of(given, name)
+    found = log_probs_of(given)
     return TokenLogProbs(found[0], found[1] if return_entropy else None, found[2] if return_sum_p2 else None)
 
 
-def log_probs_of(given: Arguments, backend: str) -> tuple[Tensor, ...]:
-    """Log-probs, entropy and sum of squares for checked arguments and a backend that is settled."""
-    return _reference(given) if backend == "reference" else _native(given)
+def log_probs_of(given: Arguments) -> tuple[Tensor, ...]:
+    """Log-probs, entropy and sum of squares for checked arguments."""
+    return _reference(given) if given.backend == "reference" else _native(given)
 
 
 def _native(given: Arguments) -> tuple[Tensor, ...]:
@@ -365,6 +367,7 @@ def arguments(
     vocab_group: ProcessGroup | None,
     chunk_tokens: int | None,
     deterministic: bool,
+    backend: str,
 ) -> Arguments:
     """Checks what `linear_log_probs` says of its arguments."""
     validation.tensor(op, "hidden", hidden, dtypes=validation.FLOATS)
@@ -397,7 +400,13 @@ def arguments(
             raise TypeError(f"{op}: {name} is a {type(number).__name__}; pass an integer")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"{op}: chunk_tokens is {chunk_tokens}; it must be at least 1, or None")
+    name = dispatch.resolve(op, backend, hidden, weight, bias)
     parts, vocab = None, weight.shape[0]
+    if vocab_group is not None and (name == "reference" or torch.compiler.is_compiling()):
+        raise ValueError(
+            f"{op}: vocab_group is given, but ranks exchange their parts on the cpu backend in eager mode only, not on "
+            f"{name!r}" + (" under torch.compile" if torch.compiler.is_compiling() else "")
+        )
     if vocab_group is not None:
         parts = VocabParts.of(op, vocab_group, vocab_start, vocab)
         vocab = parts.vocab
@@ -415,7 +424,7 @@ def arguments(
         _positive(op, "temperature", temperature)
         factor = 1 / temperature
     numbers = Numbers(factor, float(softcap or 0), float(vocab_start), float(chunk_tokens or 0), float(deterministic))
-    return Arguments(hidden, weight, bias, Inputs(codes, factors), numbers, parts)
+    return Arguments(name, hidden, weight, bias, Inputs(codes, factors), numbers, parts)
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastadv import dispatch, validation
+from fastadv import validation
 from fastadv.losses import LossConfig, loss_config
 from fastadv.ops import _logits
 from fastadv.ops._linear import Gradients
@@ -193,15 +193,14 @@ def linear_policy_loss(
     given = arguments(
         op, hidden, weight, labels, bias=bias, mask=_weighted(op, mask, labels, weights, cu_seqlens),
         temperature=temperature, softcap=softcap, ignore_index=None, vocab_start=vocab_start, vocab_group=vocab_group,
-        chunk_tokens=chunk_tokens, deterministic=deterministic,
+        chunk_tokens=chunk_tokens, deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    name = dispatch.resolve(op, backend, *given.layer)
     one_pass = (
-        name != "reference" and reduction == "loss" and by_token(config) and vocab_group is None
+        given.backend != "reference" and reduction == "loss" and by_token(config) and vocab_group is None
         and given.needs_gradient and not torch.compiler.is_compiling()
     )  # fmt: skip
     if not one_pass:
-        log_probs, entropy, _ = log_probs_of(given, name)
+        log_probs, entropy, _ = log_probs_of(given)
         return loss_of(log_probs, entropy if wants_entropy else None)
     with torch.no_grad():  # whatever policy_loss refuses, it refuses before the products
         nothing = torch.zeros(labels.shape)
