@@ -34,7 +34,8 @@ def chunk_rows(vocab: int, rows: int) -> int:
     equal chunks."""
     fewest, most = CHUNK_ROWS
     at_most = max(fewest, min(most, CHUNK_BYTES // (4 * max(1, vocab))))
-    return -(-rows // max(1, -(-rows // at_most)))
+    chunks = -(-rows // at_most)
+    return -(-rows // chunks)
 
 
 @contextlib.contextmanager
@@ -122,7 +123,8 @@ class Head:
         self.inverse_temperature = inverse_temperature
         self.deterministic = deterministic
         vocab, size = weight.shape
-        self.chunk = min(chunk or chunk_rows(vocab, rows.shape[0]), max(1, rows.shape[0]))
+        count = max(1, rows.shape[0])
+        self.chunk = min(chunk or chunk_rows(vocab, count), count)
         if deterministic:
             self.chunk = -(-self.chunk // FIXED_ROWS) * FIXED_ROWS
         self.logits = native.empty((self.chunk, vocab), torch.float32)
