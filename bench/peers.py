@@ -81,6 +81,13 @@ def turn_advantages_loops(rewards: Tensor, groups: list[int], turn_ids: Tensor, 
     return out
 
 
+def log_softmax_results(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy and sum of squared probabilities as trainers write them: log_softmax in float32, then sums."""
+    log_p = torch.log_softmax(logits.float(), -1)  # [N, V]
+    p = log_p.exp()
+    return log_p.gather(-1, labels[:, None]).squeeze(-1), -(p * log_p).sum(-1), (p * p).sum(-1)
+
+
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """torch's mean cross-entropy from hidden states, rows outside the mask ignored: all logits at once."""
     return torch.nn.functional.linear_cross_entropy(hidden, weight, torch.where(mask, labels, -100), ignore_index=-100)

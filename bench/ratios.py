@@ -1,6 +1,6 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [advantages] [scaling] [linear] [replay]
+python -m bench.ratios [policy-loss] [advantages] [log-probs] [linear] [scaling] [replay]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bench.harness import (
     interleave,
     write,
 )
+from bench.log_probs import log_probs
 from fastadv.losses import LOSSES
 from fastadv.ops import policy_loss as op
 from fastadv.ops import segments as lookup
@@ -283,8 +284,9 @@ def replay() -> bool:
 SUITES = {
     "policy-loss": policy_loss,
     "advantages": advantages,
-    "scaling": scaling,
+    "log-probs": log_probs,
     "linear": linear.linear,
+    "scaling": scaling,
     "replay": replay,
 }
 

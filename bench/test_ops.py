@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import fastadv as fa
+from bench.log_probs import STEP_ROWS
+from bench.log_probs import batch as log_probs_batch
+from bench.log_probs import ours as token_log_probs
 from bench.ratios import BYTES, TOKENS, forward_backward, rollouts
 
 CONFIG = fa.LossConfig(dual_clip=3.0)
@@ -78,3 +81,11 @@ def test_turn_advantages_to_tokens(benchmark: Any, batch: dict[str, Any]) -> Non
 
 def test_denominators(benchmark: Any, batch: dict[str, Any]) -> None:
     profile(benchmark, lambda: fa.denominators(batch["mask"]), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_token_log_probs(benchmark: Any, dtype: torch.dtype) -> None:
+    torch.set_num_threads(2)
+    logits, labels = log_probs_batch(STEP_ROWS, dtype)
+    benchmark.pedantic(lambda: token_log_probs(logits, labels), rounds=10, warmup_rounds=2)
+    benchmark.extra_info["GB/s"] = round(logits.nbytes / benchmark.stats["median"] / 1e9, 2)

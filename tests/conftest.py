@@ -7,6 +7,11 @@ hypothesis.settings.load_profile("fastadv")
 
 
 @pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _one_thread():
     """The tensors are small, and a second thread only waits; tests of threads set their own number."""
     threads = torch.get_num_threads()

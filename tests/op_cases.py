@@ -257,7 +257,7 @@ def policy_loss_case(name: str, config: fa.LossConfig, advantages: str, *extra: 
 def make_token_log_probs(vocab: int, extra: tuple[str, ...] = ()) -> Callable[[Draw], Inputs]:
     def make(d: Draw) -> Inputs:
         inputs = {
-            "logits": 3 * d.normal(*d.tokens, vocab),
+            "logits": 2 * d.normal(*d.tokens, vocab),
             "labels": torch.randint(0, vocab, d.tokens, generator=d.generator),
             "mask": d.mask,
         }

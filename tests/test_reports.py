@@ -1,7 +1,7 @@
 """Public bug reports as tests, each under its id in data/reports.json; inputs and right answers are read from there.
 
-Ids without a test here belong to ops that do not exist yet (corrections, KL, sequence ratios, log-probs, whitening,
-norms); test_packaging.py has B40.
+Ids without a test here belong to ops that do not exist yet (corrections, KL, sequence ratios, whitening, norms);
+test_reports_log_probs.py has those about log-probs, test_packaging.py has B40.
 """
 
 from __future__ import annotations

@@ -68,27 +68,31 @@ float convert(const Row<Number>& row, int64_t column, int64_t n, float* buffer) 
   return largest_lane(larger(larger(top[0], top[1]), larger(top[2], top[3])));
 }
 
-// The sums of `n` floats (padded to whole lanes) relative to `maximum`.
+// The sums of `n` floats (padded to whole lanes) relative to `maximum`. Meanwhile the next piece is fetched: this loop
+// reads only what is in the cache, and memory would have nothing to do. `step` bytes of it belong to sixteen logits.
 template <bool kMoments>
-SoftmaxSums<double> piece_sums(const float* z, int64_t n, float maximum, float factor) {
-  const Lanes m(maximum == kNone ? 0.0f : maximum), scale(factor), square_floor(kSquareFloor), zero(0.0f);
+SoftmaxSums<double> piece_sums(const float* z, int64_t n, float maximum, double inverse_temperature, const char* next, int64_t step) {
+  const Lanes m(maximum == kNone ? 0.0f : maximum), scale(float(inverse_temperature * kLog2E)), square_floor(kSquareFloor), zero(0.0f);
   LaneSum s, w, q;
   for (int64_t i = 0; i < n; i += kLanes) {
-    const auto term = exp_term((load(z + i) - m) * scale);
-    s.add(term.e);
+    __builtin_prefetch(next);
+    next += step;
+    const Lanes relative = (load(z + i) - m) * scale;
+    const LaneMask kept = above_floor(relative);
+    const Lanes d = cut_at_floor(kept, relative), e = power(kept, d);
+    s.add(e);
     if constexpr (kMoments) {
-      w.add(term.e * term.d);
-      const Lanes e = select(term.d < square_floor, zero, term.e);
-      q.add(e * e);
+      w.add(e * d);
+      const Lanes root = select(d < square_floor, zero, e);
+      q.add(root * root);
     }
   }
-  return {double(maximum) * double(factor), s.total(), w.total(), q.total()};
+  return {double(maximum) * inverse_temperature, s.total(), w.total() * kLn2, q.total()};
 }
 
 template <bool kMoments, class Number>
 SoftmaxSums<double> row_sums(const Row<Number>& row, double inverse_temperature) {
   alignas(64) float buffer[kColumns];
-  const float factor = float(inverse_temperature);
   const bool in_place = std::is_same_v<Number, Float32> && row.stride == 1 && row.softcap == 0.0f;
   SoftmaxSums<double> total;
   float maximum = kNone;
@@ -106,7 +110,9 @@ SoftmaxSums<double> row_sums(const Row<Number>& row, double inverse_temperature)
     }
     // Relative to the maximum so far, not the piece's: after the first pieces it hardly changes, and merging is sums.
     maximum = std::max(maximum, top);
-    total = merge(total, piece_sums<kMoments>(z, n, maximum, factor));
+    const char* const next = reinterpret_cast<const char*>(row.data + (column + n) * row.stride);
+    const int64_t step = row.stride == 1 ? kLanes * sizeof(*row.data) : 0;
+    total = merge(total, piece_sums<kMoments>(z, n, maximum, inverse_temperature, next, step));
   }
   return total;
 }
@@ -126,7 +132,7 @@ RowStatistics statistics_of(const LogitsInputs& in, int64_t r) {
   const double factor = in.temperature_factor(r);
   if (!(factor > 0.0)) return {kNaN, {kNaN, kNaN, kNaN, kNaN}};
   const float label_logit = label == kNoLabel ? kNone : row.at(label).value;
-  return {double(label_logit) * double(float(factor)), row_sums<kMoments>(row, factor)};
+  return {double(label_logit) * factor, row_sums<kMoments>(row, factor)};
 }
 
 template <class Body>
@@ -154,41 +160,46 @@ struct RowGradient {
 template <bool kCapped, bool kMoments, class Number>
 void row_gradient(const Row<Number>& row, const RowGradient& g, int64_t label, double inverse_temperature,
                   typename Number::Storage* out, int64_t out_stride) {
-  const float factor = float(inverse_temperature);
   // The label's gradient in float64: 1 - p has to be right where p is nearly 1. Taken first, `out` may be the logits.
   const Capped<float> at = label >= 0 ? row.at(label) : Capped<float>{kNone, 0.0f};
   float label_gradient_value = 0.0f;
   if (label >= 0) {
-    const double log_prob = std::min(double(at.value) * double(factor) - g.lse, 0.0);  // std::min(NaN, 0) is NaN
-    label_gradient_value =
-        float(label_gradient(log_prob, g.entropy, g.g_log_prob, g.g_entropy, g.g_sum_p2, g.sum_p2) * double(factor) * double(at.slope));
+    const double log_prob = std::min(double(at.value) * inverse_temperature - g.lse, 0.0);  // std::min(NaN, 0) is NaN
+    label_gradient_value = float(label_gradient(log_prob, g.entropy, g.g_log_prob, g.g_entropy, g.g_sum_p2, g.sum_p2) *
+                                 inverse_temperature * double(at.slope));
   }
 
-  // t = (z - center) / T is log p + H: exactly 0 where all logits are equal. The center is a float and a rest.
-  const double center = (g.lse - g.entropy) / double(factor);
+  // (z - center) / T is log p + H: exactly 0 where all logits are equal. The center is a float and a rest.
+  const double center = (g.lse - g.entropy) / inverse_temperature;
   const float center_high = float(center);
-  const double rest = (center - double(center_high)) * double(factor);
-  const Lanes shift(center_high), scale(factor), p_scale(float(std::exp(-g.entropy - rest))), t_rest(float(-rest));
-  const Lanes g_log_prob(float(g.g_log_prob * double(factor))), g_entropy(float(g.g_entropy * double(factor)));
-  const Lanes twice_g_sum_p2(float(2.0 * g.g_sum_p2 * double(factor))), sum_p2(float(g.sum_p2)), zero(0.0f);
-  for (int64_t i = 0; i < row.vocab; i += kLanes) {
-    const int64_t left = row.vocab - i;
-    Lanes z = load_columns<Number>(row.data + i * row.stride, row.stride, left), slope;
+  const double rest = (center - double(center_high)) * inverse_temperature;
+  const Lanes shift(center_high), scale(float(inverse_temperature * kLog2E));
+  const Lanes p_scale(float(std::exp(-g.entropy - rest))), power_rest(float(-rest * kLog2E)), zero(0.0f);
+  const Lanes g_log_prob(float(g.g_log_prob * inverse_temperature)), g_entropy(float(g.g_entropy * inverse_temperature * kLn2));
+  const Lanes twice_g_sum_p2(float(2.0 * g.g_sum_p2 * inverse_temperature)), sum_p2(float(g.sum_p2));
+  const auto sixteen = [&](const Lanes& raw) {
+    Lanes z = raw, slope;
     if constexpr (kCapped) {
-      const Capped<Lanes> c = row.capped(z);
-      z = c.value;
-      slope = c.slope;
+      const Capped<Lanes> c = row.capped(raw);
+      for (int k = 0; k < detail::kRegisters; ++k) z.v[k] = c.value.v[k], slope.v[k] = c.slope.v[k];
     }
-    const auto term = exp_term((z - shift) * scale);
-    const Lanes p = term.e * p_scale;
-    Lanes gradient;
-    if constexpr (kMoments) {
-      gradient = logit_gradient(p, term.d + t_rest, g_log_prob, g_entropy, twice_g_sum_p2, sum_p2);
+    const Lanes relative = (z - shift) * scale;
+    const LaneMask kept = above_floor(relative);
+    const Lanes d = cut_at_floor(kept, relative), p = power(kept, d) * p_scale;
+    if constexpr (kCapped) {
+      return select(kept, logit_gradient(p, d + power_rest, g_log_prob, g_entropy, twice_g_sum_p2, sum_p2) * slope, zero);
+    } else if constexpr (kMoments) {
+      return select(kept, logit_gradient(p, d + power_rest, g_log_prob, g_entropy, twice_g_sum_p2, sum_p2), zero);
     } else {
-      gradient = -p * g_log_prob;
+      return select(kept, -p * g_log_prob, zero);
     }
-    if constexpr (kCapped) gradient = gradient * slope;
-    store_columns<Number>(out + i * out_stride, out_stride, left, select(term.zero, zero, gradient));
+  };
+  int64_t i = 0;
+  if (row.stride == 1 && out_stride == 1)
+    for (; i + kLanes <= row.vocab; i += kLanes) Number::store(out + i, sixteen(Number::load(row.data + i)));
+  for (; i < row.vocab; i += kLanes) {
+    const int64_t left = row.vocab - i;
+    store_columns<Number>(out + i * out_stride, out_stride, left, sixteen(load_columns<Number>(row.data + i * row.stride, row.stride, left)));
   }
   // A label whose logit is -inf keeps gradient 0, as every logit of -inf.
   if (label >= 0 && at.value != kNone) out[label * out_stride] = Number::to(label_gradient_value);

@@ -2,13 +2,13 @@
 
 Logits are `[..., V]` in float32, bfloat16 or float16, any strides, read without a copy. Labels are int64 and
 contiguous, one a row: the column in this part of the vocabulary, NO_LABEL where another part has it, SKIPPED for a row
-that is not read (its results are 0); any other value gives NaN. An inverse temperature is a number, or float64 and
-contiguous, one a row. A softcap of 0 is none.
+that is not read (its results are 0); any other value gives NaN. An inverse temperature is a number, or a tensor of one
+a row. A softcap of 0 is none.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,15 @@ def logits_view(logits: Tensor) -> View:
 def _inputs(
     logits: Tensor, labels: Tensor, inverse_temperature: float | Tensor, softcap: float
 ) -> tuple[View, int, int, float, float]:
-    per_row = isinstance(inverse_temperature, Tensor)
-    address = inverse_temperature.data_ptr() if isinstance(inverse_temperature, Tensor) else 0
-    return logits_view(logits), labels.data_ptr(), address, 1.0 if per_row else float(inverse_temperature), softcap
+    """What every launcher passes; tensors are float64 and contiguous by now and outlive the call."""
+    if isinstance(inverse_temperature, Tensor):
+        return logits_view(logits), labels.data_ptr(), inverse_temperature.data_ptr(), 1.0, softcap
+    return logits_view(logits), labels.data_ptr(), 0, float(inverse_temperature), softcap
+
+
+def _exact(x: float | Tensor | None) -> Any:
+    """Tensors as the kernels read them, float64 and contiguous; numbers as they are."""
+    return x.to(torch.float64).contiguous() if isinstance(x, Tensor) else x
 
 
 def row_statistics(
@@ -54,7 +60,7 @@ def row_statistics(
         `[5, R]` float64: the label's logit after softcap and temperature (-inf where it is not in this part), maximum
         m, sum of e^(z - m), of e^(z - m) (z - m) and of e^(2 (z - m)).
     """
-    statistics = torch.empty((5, labels.numel()), dtype=torch.float64)
+    statistics, inverse_temperature = torch.empty((5, labels.numel()), dtype=torch.float64), _exact(inverse_temperature)
     inputs = _inputs(logits, labels, inverse_temperature, softcap)
     native.module().row_statistics(inputs, statistics.data_ptr(), native.threads(logits.numel()))
     return statistics
@@ -62,7 +68,7 @@ def row_statistics(
 
 def finish(statistics: Tensor) -> Results:
     """Merges statistics of parts of the vocabulary, `[5, R]` of one or `[parts, 5, R]`, in the order of parts."""
-    statistics = statistics.contiguous()
+    statistics = _exact(statistics)
     rows = statistics.shape[-1]
     results = torch.empty((4, rows), dtype=torch.float64)
     parts = statistics.shape[0] if statistics.dim() == 3 else 1
@@ -78,6 +84,7 @@ def log_probs(
     Without `moments`, entropy and sum of squares are empty. The state is lse, entropy, sum of squares, `[3, R]`
     float64, `[1, R]` without moments.
     """
+    inverse_temperature = _exact(inverse_temperature)
     log_prob = torch.empty(labels.shape, dtype=torch.float32)
     shape = labels.shape if moments else (0,)
     entropy, sum_p2 = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
@@ -118,6 +125,7 @@ def logits_gradient(
         g_log_prob, g_entropy, g_sum_p2: upstream gradients, one a row, any strides; None: nothing flows back.
         out: gets the gradient.
     """
+    inverse_temperature, lse, entropy, sum_p2 = (_exact(x) for x in (inverse_temperature, lse, entropy, sum_p2))
     upstream = [None if g is None else g.to(torch.float32).contiguous() for g in (g_log_prob, g_entropy, g_sum_p2)]
     native.module().logits_gradient(
         _inputs(logits, labels, inverse_temperature, softcap),

@@ -226,8 +226,11 @@ def token_log_probs(
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         if reads is None:
             reads = torch.ones_like(labels, dtype=torch.bool)
-        found = reference.token_log_probs(logits.to(dtype), labels.to(torch.int64), reads, temperature, softcap)
-        results: tuple[Tensor, ...] = tuple(x.to(dtype) for x in found)  # float64 temperatures promote
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(dtype)
+        results: tuple[Tensor, ...] = reference.token_log_probs(
+            logits.to(dtype), labels.to(torch.int64), reads, temperature, softcap
+        )
     else:
         inverse = (1 / temperature, 1.0) if isinstance(temperature, Tensor) else (None, 1 / temperature)
         rest = (codes, *inverse, float(softcap or 0.0), moments)

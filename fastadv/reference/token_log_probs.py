@@ -34,7 +34,8 @@ def token_log_probs(
         exact = z.double()  # autograd's 1 - tanh^2 cancels in float32 where tanh is near 1
         z = torch.where(z > -torch.inf, softcap * torch.tanh(exact / softcap), exact).to(z.dtype)
     z = z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
-    z = torch.where(z == -torch.inf, -torch.inf, z)  # a constant: no gradient flows there, whatever the label is
+    # A constant where it is -inf: no gradient flows there, whatever the label is. A row of nothing else stays, for NaN.
+    z = torch.where((z == -torch.inf) & (z != -torch.inf).any(-1, keepdim=True), -torch.inf, z)
     log_p = z.log_softmax(-1)
 
     label = torch.where(reads & valid, labels, 0)

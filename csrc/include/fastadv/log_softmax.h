@@ -6,11 +6,15 @@
 
 namespace fastadv {
 
-// Below this difference from the maximum (or from the mean), a probability is exactly 0: so -inf needs no branch, and
-// exp_bounded is in its range. e^-80 is 1.8e-35; a vocabulary of them is far below what float32 resolves beside 1.
-constexpr float kExpFloor = -80.0f;
-// Squares of exponentials below this are 0 too: they would be subnormal, which some processors take 100 cycles for.
-constexpr float kSquareFloor = -40.0f;
+// Powers are of 2, which need no constants to reduce their range; logits are multiplied by log2(e) with the temperature.
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
+// Below this power, relative to the maximum (or to the mean), a probability is exactly 0: so -inf needs no branch, and
+// exp2_bounded is in its range. A vocabulary of 2^-115 is far below what float32 resolves beside 1.
+constexpr float kPowerFloor = -115.0f;
+// Squares of powers below this are 0 too: they would be subnormal, which some processors take 100 cycles for.
+constexpr float kSquareFloor = -62.0f;
+
+FASTADV_INLINE float exp2_bounded(float x) { return exp2f(x); }
 
 // What a row, or a part of one, leaves: online normalizer (Milakov and Gimelshein 2018, alg. 3) with two more sums.
 // z are logits after softcap and temperature.
@@ -46,20 +50,21 @@ FASTADV_INLINE SoftmaxResult<F> finish(const SoftmaxSums<F>& sums, F label_logit
   return {log_prob > F(0) ? F(0) : log_prob, log_s - sums.w / sums.s, sums.q / (sums.s * sums.s), sums.maximum + log_s};
 }
 
-// e^d and d, for d at most 80; exactly 0, and the floor, below the floor.
-template <class F, class Flag>
-struct ExpTerm {
-  F e, d;
-  Flag zero;
-};
-
+// 2^d for d at most 115, exactly 0 below the floor. In two steps, since sums need d itself, cut at the floor:
+// kept = above_floor(d); d = cut_at_floor(kept, d); 2^d = power(kept, d). NaN is kept: it stays visible.
 template <class F>
-FASTADV_INLINE auto exp_term(F d) {
-  const F floor(kExpFloor);
-  const auto zero = d < floor;  // false for NaN, which stays visible
-  const F bounded = select(zero, floor, d);
-  using Flag = decltype(d < floor);
-  return ExpTerm<F, Flag>{select(zero, F(0.0f), exp_bounded(bounded)), bounded, zero};
+FASTADV_INLINE auto above_floor(F d) {
+  return !(d < F(kPowerFloor));
+}
+
+template <class Flag, class F>
+FASTADV_INLINE F cut_at_floor(Flag kept, F d) {
+  return select(kept, d, F(kPowerFloor));
+}
+
+template <class Flag, class F>
+FASTADV_INLINE F power(Flag kept, F d) {
+  return select(kept, exp2_bounded(d), F(0.0f));
 }
 
 // Derivative by a logit that is not the label's of the sum of upstream gradients times log_prob, entropy and sum_p2:
@@ -93,7 +98,7 @@ FASTADV_INLINE Capped<F> softcapped(F z, F cap, F inverse_cap) {
   small = small * square + F(1.33314422036e-1f);
   small = small * square + F(-3.33332819422e-1f);
   small = small * square * x + x;
-  const F u = exp_bounded(clamp(magnitude * F(-2.0f), F(kExpFloor), F(0.0f)));
+  const F u = exp_bounded(clamp(magnitude * F(-2.0f), F(-80.0f), F(0.0f)));
   const F inverse = one / (one + u);
   const F large = (one - u) * inverse;
   const F tanh = select(magnitude < F(0.625f), small, select(x < F(0.0f), -large, large));
