@@ -334,3 +334,35 @@ def test_deterministic_hidden_gradients_do_not_depend_on_the_chunk() -> None:
         for chunk in (None, 64)
     ]
     assert torch.equal(found[0]["d hidden"], found[1]["d hidden"])
+
+
+# ---- a loss that takes the entropy too -------------------------------------------------------------------------------
+
+
+def with_entropy(
+    log_probs: Tensor, old_log_probs: Any, advantages: Tensor, mask: Tensor, *, entropy: Tensor, backend: str = "auto",
+    **options: Any,
+) -> fa.LossOutput:  # fmt: skip
+    """A stand-in for policy_loss with an entropy bonus, which also flows where the policy term has no gradient."""
+    out = fa.policy_loss(log_probs, old_log_probs, advantages, mask, backend=backend, **options)
+    bonus = torch.where(mask & (torch.arange(TOKENS) % 4 > 0), entropy, 0.0).sum() / 50
+    return out._replace(loss=out.loss - bonus)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+def test_the_entropy_flows_back_in_the_same_pass(chunk_tokens: int | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(linear_policy_loss, "policy_loss", with_entropy)
+    monkeypatch.setattr(linear_policy_loss, "takes_entropy", lambda config: True)
+    given = {**batch(), "advantages": torch.zeros(TOKENS), "chunk_tokens": chunk_tokens}
+
+    def two_passes(ours: dict[str, Any]) -> fa.LossOutput:
+        layer = {k: ours[k] for k in (*LAYER, "labels", "mask", "temperature", "softcap")}
+        out = fa.linear_log_probs(**layer, return_entropy=True, backend="reference")
+        rest = (ours["old_log_probs"], ours["advantages"], ours["mask"])
+        return with_entropy(out.log_probs, *rest, entropy=out.entropy, cu_seqlens=CU, backend="reference")
+
+    rows = record(monkeypatch)
+    found = results(lambda x: fa.linear_policy_loss(**x), given)
+    same(found, results(two_passes, {k: double(v) for k, v in given.items()}))
+    flowing = (given["mask"] & (torch.arange(TOKENS) % 4 > 0)).nonzero().flatten().tolist()
+    assert sorted(rows["backward"]) == flowing
