@@ -12,6 +12,7 @@ import pytest
 import torch
 from op_cases import BACKENDS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
 from fastadv.ops import _linear
@@ -353,10 +354,19 @@ def test_compiled_as_in_eager_mode() -> None:
     given, leaves = with_leaves(problem())
     compiled = torch.compile(lambda **x: tuple(fa.linear_log_probs(**x, **ALL)), fullgraph=True, backend="aot_eager")
     upstream = torch.randn(3, 23)
-    mine = gradients(compiled(**given), leaves, upstream)
     theirs = gradients(tuple(fa.linear_log_probs(**given, **ALL)), leaves, upstream)
+    mine = gradients(compiled(**given), leaves, upstream)
     for name in LAYER:
         assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_a_dispatch_mode_sees_registered_ops() -> None:
+    mode = FakeTensorMode()
+    given, leaves = with_leaves(problem())
+    fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in given.items()}
+    with mode:
+        fa.linear_log_probs(**fake, backend="cpu").log_probs.sum().backward()
+    assert all(fake[name].grad.shape == leaf.shape for name, leaf in leaves.items())
 
 
 # ---- the same bits, or close ones ------------------------------------------------------------------------------------

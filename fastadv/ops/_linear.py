@@ -100,7 +100,7 @@ class Head:
         chunk: rows of logits that exist at a time; 0: as many as pay.
         deterministic: every product that a row's result comes from has FIXED_ROWS rows (the rest is 0) and a fixed tile
             of the weight, and runs on one thread: so the result depends neither on the other rows nor on the number of
-            threads, nor on the strides.
+            threads.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from fastadv import dispatch, validation
 from fastadv.ops import _logits
 from fastadv.ops._linear import Gradients, Head
 from fastadv.ops._logits import NO_LABEL, SKIPPED
-from fastadv.ops._register import native_op
+from fastadv.ops._register import native_op, needs_dispatcher
 from fastadv.ops._vocab_parts import VocabParts
 from fastadv.ops.token_log_probs import TokenLogProbs, _codes, _positive, _reads, _temperatures
 from fastadv.reference import linear_log_probs as reference
@@ -54,6 +54,11 @@ class Arguments(NamedTuple):
     def layer(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """What gradients flow to."""
         return self.hidden, self.weight, self.bias
+
+    @property
+    def registered(self) -> bool:
+        """Whether the registered op has to run: a graph is traced, or a dispatch mode looks on."""
+        return torch.compiler.is_compiling() or needs_dispatcher(self.layer)
 
     @property
     def needs_gradient(self) -> bool:
@@ -334,7 +339,7 @@ def log_probs_of(given: Arguments) -> tuple[Tensor, ...]:
 
 def _native(given: Arguments) -> tuple[Tensor, ...]:
     inputs, numbers, parts = given.inputs, given.numbers, given.parts
-    if parts is None and (torch.compiler.is_compiling() or not given.needs_gradient):
+    if parts is None and (given.registered or not given.needs_gradient):
         return _launch(*given.layer, *inputs, list(numbers))[:3]  # type: ignore[no-any-return]
     if not given.needs_gradient:
         return forward(given.layer, inputs, numbers, parts)[:3]

@@ -197,7 +197,7 @@ def linear_policy_loss(
     )  # fmt: skip
     one_pass = (
         given.backend != "reference" and reduction == "loss" and by_token(config) and vocab_group is None
-        and given.needs_gradient and not torch.compiler.is_compiling()
+        and given.needs_gradient and not given.registered
     )  # fmt: skip
     if not one_pass:
         log_probs, entropy, _ = log_probs_of(given)
