@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -85,3 +86,58 @@ def log_softmax_results(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor,
     log_p = torch.log_softmax(logits.float(), -1)  # [N, V]
     p = log_p.exp()
     return log_p.gather(-1, labels[:, None]).squeeze(-1), -(p * log_p).sum(-1), (p * p).sum(-1)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """torch's mean cross-entropy from hidden states, rows outside the mask ignored: all logits at once."""
+    return torch.nn.functional.linear_cross_entropy(hidden, weight, torch.where(mask, labels, -100), ignore_index=-100)
+
+
+def linear_cross_entropy_chunked(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """The same in torch's chunks."""
+    return torch.nn.functional.linear_cross_entropy(
+        hidden, weight, torch.where(mask, labels, -100), ignore_index=-100, options=torch.nn.LinearCrossEntropyOptions()
+    )
+
+
+class _Chunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, rows: int) -> Tensor:
+        tokens, total = mask.sum(), torch.zeros(())
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros(weight.shape)
+        for first in range(0, hidden.shape[0], rows):
+            part = slice(first, first + rows)
+            with torch.enable_grad():
+                h, w = hidden[part].detach().requires_grad_(), weight.detach().requires_grad_()
+                log_p = (h @ w.t()).float().log_softmax(-1).gather(-1, labels[part, None])[:, 0]
+                loss = -torch.where(mask[part], log_p, 0.0).sum() / tokens
+                d_hidden[part], part_of_weight = torch.autograd.grad(loss, (h, w))
+            d_weight.add_(part_of_weight)
+            total += loss.detach()
+        ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * upstream, d_weight * upstream, None, None, None
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, rows: int) -> Tensor:
+    """Mean cross-entropy in chunks of rows with torch's autograd for each, gradients made in the forward, as chunked
+    losses of Liger and TRL do it: every row is multiplied, whether it counts or not."""
+    return _Chunks.apply(hidden, weight, labels, mask, rows)
+
+
+@contextlib.contextmanager
+def bfloat16_operands(on: bool) -> Iterator[None]:
+    """torch may multiply float32 that holds bfloat16 values by the processor's bfloat16 instructions, adding in
+    float32."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if on:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

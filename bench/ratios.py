@@ -1,6 +1,6 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [advantages] [log-probs] [scaling] [replay]
+python -m bench.ratios [policy-loss] [advantages] [log-probs] [linear] [scaling] [replay]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fastadv as fa
-from bench import peers
+from bench import linear, peers
 from bench.harness import (
     Bandwidth,
     Line,
@@ -287,6 +287,7 @@ SUITES = {
     "policy-loss": policy_loss,
     "advantages": advantages,
     "log-probs": log_probs,
+    "linear": linear.linear,
     "scaling": scaling,
     "replay": replay,
 }

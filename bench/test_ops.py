@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fastadv as fa
+from bench import linear
 from bench.log_probs import STEP_ROWS
 from bench.log_probs import batch as log_probs_batch
 from bench.log_probs import ours as token_log_probs
@@ -89,3 +90,12 @@ def test_token_log_probs(benchmark: Any, dtype: torch.dtype) -> None:
     logits, labels = log_probs_batch(STEP_ROWS, dtype)
     benchmark.pedantic(lambda: token_log_probs(logits, labels), rounds=10, warmup_rounds=2)
     benchmark.extra_info["GB/s"] = round(logits.nbytes / benchmark.stats["median"] / 1e9, 2)
+
+
+@pytest.mark.parametrize("name", ["linear_policy_loss", "linear_log_probs"])
+def test_from_hidden_states(benchmark: Any, name: str) -> None:
+    """A quarter of bench/linear.py's vocabulary."""
+    given = linear.problem(torch.float32)
+    given["weight"], given["labels"] = given["weight"][:8192].clone(), given["labels"] % 8192
+    loss = linear.one_pass if name == "linear_policy_loss" else linear.two_passes
+    benchmark.pedantic(linear.Step(loss, given), rounds=5, warmup_rounds=1)

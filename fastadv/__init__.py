@@ -10,6 +10,8 @@ from fastadv.losses import KL, Correction, LossConfig
 from fastadv.norms import global_norm
 from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
+from fastadv.ops.linear_log_probs import linear_log_probs
+from fastadv.ops.linear_policy_loss import linear_policy_loss
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.sequence_log_ratios import sequence_log_ratios
@@ -55,6 +57,8 @@ __all__ = [
     "group_index",
     "keep",
     "last_backend",
+    "linear_log_probs",
+    "linear_policy_loss",
     "pad",
     "policy_loss",
     "question_one_arms",

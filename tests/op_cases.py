@@ -123,6 +123,60 @@ def token_log_probs(options: dict[str, Any]) -> Callable[..., Outputs]:
     return call
 
 
+# ---- log-probs from hidden states ------------------------------------------------------------------------------------
+
+
+def make_linear_log_probs(d: Draw) -> Inputs:
+    return {
+        "hidden": d.normal(*d.tokens, 8),
+        "weight": 0.3 * d.normal(3, 8),
+        "labels": torch.randint(0, 3, d.tokens, generator=d.generator),
+        "mask": d.mask,
+    }
+
+
+def make_linear_log_probs_moments(d: Draw) -> Inputs:
+    return {
+        "hidden": d.normal(*d.tokens, 5),
+        "bias": d.normal(19),
+        "labels": torch.randint(0, 19, d.tokens, generator=d.generator),
+        "temperature": 0.5 + d.uniform(*d.tokens),
+        "mask": d.mask,
+    }
+
+
+def linear_log_probs(backend: str, **inputs: Any) -> Outputs:
+    """Deterministic: the contract of equal bits holds there."""
+    return {"loss": fa.linear_log_probs(**inputs, deterministic=True, backend=backend).log_probs}
+
+
+def linear_log_probs_moments(backend: str, **inputs: Any) -> Outputs:
+    weight = (torch.arange(19 * 5) % 7 - 3).view(19, 5).to(inputs["hidden"].dtype) / 2
+    options = {**MOMENTS, "softcap": 10.0, "ignore_index": 2, "chunk_tokens": 100, "deterministic": True}
+    out = fa.linear_log_probs(**inputs, weight=weight, **options, backend=backend)
+    return {"loss": out.log_probs - 0.01 * out.entropy + 0.1 * out.sum_p2, "entropy": out.entropy, "sum_p2": out.sum_p2}
+
+
+def make_linear_policy_loss(d: Draw) -> Inputs:
+    given = make_linear_log_probs(d)
+    log_probs = fa.linear_log_probs(**given, backend="reference").log_probs
+    old = log_probs + d.normal(*d.tokens) * d.uniform(*d.tokens) ** 4 * 4
+    old = away_from_edges(log_probs, old, PPO)
+    return {**given, "old": old, "advantages": d.normal(*d.tokens), "cu_seqlens": d.cu_seqlens}
+
+
+def linear_policy_loss(backend: str, old: Tensor, reduction: str = "loss", **inputs: Any) -> Outputs:
+    options = {"config": PPO, "deterministic": True, "reduction": reduction}
+    out = fa.linear_policy_loss(**inputs, old_log_probs=old, **options, backend=backend)
+    return {"loss": out.loss, **out.metrics}
+
+
+def linear_magnitude(inputs: Inputs) -> float:
+    exact = {name: float64(value) for name, value in inputs.items()}
+    losses = linear_policy_loss("reference", **exact, reduction="none")["loss"]
+    return float(losses.abs().sum() / inputs["mask"].sum().clamp(min=1))
+
+
 MOMENTS = {"return_entropy": True, "return_sum_p2": True}
 CASES = (
     Case("turn_ids_from_mask", lambda d: {"mask": d.mask, "cu_seqlens": d.cu_seqlens}, turn_ids_from_mask),
@@ -174,5 +228,21 @@ CASES = (
         token_log_probs({**MOMENTS, "softcap": 10.0, "temperature": 1.3, "ignore_index": 2}),
         token_inputs=("logits",),
         gradient_of="logits",
+    ),
+    Case("linear_log_probs", make_linear_log_probs, linear_log_probs, token_inputs=("hidden",), gradient_of="hidden"),
+    Case(
+        "linear_log_probs[moments]",
+        make_linear_log_probs_moments,
+        linear_log_probs_moments,
+        token_inputs=("hidden",),
+        gradient_of="hidden",
+    ),
+    Case(
+        "linear_policy_loss",
+        make_linear_policy_loss,
+        linear_policy_loss,
+        token_inputs=("hidden", "old", "advantages"),
+        gradient_of="hidden",
+        magnitude=linear_magnitude,
     ),
 )

@@ -80,3 +80,25 @@ def test_segment_tokens(backend: str) -> None:
     assert float(tokens[0]) == 0
     assert float(tokens[TOKENS // 2]) == 1
     assert torch.equal(tail(tokens), 2 + torch.arange(LAST) // 100)
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_linear_log_probs(backend: str) -> None:
+    """Hidden states of over 2^31 elements; the tokens that count lie on both sides of 2^31."""
+    size, counted = 1024, 300
+    tokens = 2**31 // size + counted // 2
+    hidden, mask = torch.zeros((tokens, size), dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.bool)
+    hidden[-counted:] = torch.randn(counted, size).to(torch.bfloat16)
+    mask[-counted:] = True
+    weight, labels = torch.randn(11, size).to(torch.bfloat16), torch.arange(tokens) % 11
+
+    def results(hidden: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = hidden.requires_grad_()
+        out = fa.linear_log_probs(leaf, weight, labels, mask=mask, deterministic=True, backend=backend).log_probs
+        out.sum().backward()
+        return out.detach(), leaf.grad
+
+    alone = results(hidden[-counted:].clone(), labels[-counted:], mask[-counted:])
+    for whole, part in zip(results(hidden, labels, mask), alone, strict=True):
+        assert torch.equal(whole[-counted:], part)
+        assert not whole[:-counted:4096].any()

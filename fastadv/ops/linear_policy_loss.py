@@ -1,0 +1,223 @@
+"""Policy loss from hidden states and an output layer, without the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastadv import validation
+from fastadv.losses import LossConfig, loss_config
+from fastadv.ops import _logits
+from fastadv.ops._linear import Gradients
+from fastadv.ops.linear_log_probs import Arguments, arguments, counted_rows, head_of, log_probs_of
+from fastadv.ops.policy_loss import LossOutput, policy_loss
+from fastadv.ops.token_counts import Denominators
+from fastadv.rows import Rows
+from fastadv.segment_table import Segments, SegmentTable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Losses of which the derivative by a token's log-prob depends on nothing but that token's numbers.
+TOKEN_LOSSES = frozenset({"reinforce", "ppo"})
+
+LossOf = Callable[[Tensor, Tensor | None], LossOutput]  # of log-probs and, where the loss takes them, entropies
+
+
+def by_token(config: LossConfig) -> bool:
+    """Whether gradients can be made as soon as a chunk's log-probs are there."""
+    return config.loss in TOKEN_LOSSES
+
+
+def takes_entropy(config: LossConfig) -> bool:
+    """Whether the loss has a term of the entropy."""
+    return bool(getattr(config, "entropy_coef", 0.0))
+
+
+@dataclass
+class OnePass:
+    """Loss and gradients chunk by chunk: the logits of a chunk are there once, become their own gradient, and leave two
+    products. 6NHV operations, N the tokens that have a gradient; 2NHV for the others that count.
+
+    `loss_of` is asked after every chunk, for all tokens: of a loss by token, the gradient at the tokens that are there
+    is right whatever lies at the others, and the last answer is the loss. It reads some bytes a token, nothing beside
+    the products of a chunk.
+    """
+
+    given: Arguments
+    loss_of: LossOf
+    with_entropy: bool
+
+    @torch.no_grad()
+    def run(self, needs: tuple[bool, ...]) -> tuple[Gradients, LossOutput]:
+        """Unscaled gradients of hidden, weight and bias, hidden's in float32, and the loss."""
+        hidden, weight, _ = self.given.layer
+        inputs = self.given.inputs
+        rows = counted_rows(inputs)  # [L]
+        head = head_of(self.given.layer, inputs, self.given.numbers, rows)
+        sums = Gradients.of(hidden, weight, needs, dtype=torch.float32)
+        log_probs = torch.zeros(inputs.codes.shape, dtype=torch.float32)
+        entropy = torch.zeros_like(log_probs) if self.with_entropy else None
+        state = torch.empty((3, rows.shape[0]), dtype=torch.float64)
+        upstream = [torch.empty(rows.shape[0]), torch.empty(rows.shape[0]) if self.with_entropy else None, None]
+        output = None
+        for take in head.chunks():
+            here = rows[take]
+            head.load(take)
+            found = _logits.finish(head.statistics())
+            state[:, take] = torch.stack([found.lse, found.entropy, found.sum_p2])
+            log_probs.view(-1)[here] = found.log_prob.to(torch.float32)
+            if entropy is not None:
+                entropy.view(-1)[here] = found.entropy.to(torch.float32)
+            output, *gradients = self._loss_and_gradients(log_probs, entropy)
+            flows = torch.zeros_like(take, dtype=torch.bool)
+            for gradient, kept in zip(gradients, upstream, strict=False):
+                assert kept is not None
+                kept[take] = gradient.view(-1)[here]
+                flows |= kept[take] != 0
+            head.keep(flows)
+            if head.count:
+                head.backward(state, upstream, sums)
+        return sums, self.loss_of(log_probs, entropy) if output is None else output
+
+    def _loss_and_gradients(self, log_probs: Tensor, entropy: Tensor | None) -> tuple[Any, ...]:
+        leaves = [t.detach().requires_grad_() for t in (log_probs, entropy) if t is not None]
+        with torch.enable_grad():
+            output = self.loss_of(leaves[0], leaves[1] if len(leaves) == 2 else None)
+        return (output._replace(loss=output.loss.detach()), *torch.autograd.grad(output.loss, leaves))
+
+
+class _OnePass(torch.autograd.Function):
+    """The forward leaves the gradients in buffers; the first backward hands them over, a second one computes them
+    again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        work: OnePass,
+        others: list[Any],
+        found: list[Any],
+    ) -> Tensor:
+        ctx.gradients, output = work.run(ctx.needs_input_grad[:3])
+        ctx.work = work
+        ctx.save_for_backward(hidden, weight, bias, *(t for t in others if isinstance(t, Tensor)))
+        found.append(output)
+        return output.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, *_ = ctx.saved_tensors  # raises where the graph was freed
+        sums, ctx.gradients = ctx.gradients, None
+        if sums is None:
+            sums, _ = ctx.work.run(ctx.needs_input_grad[:3])
+        return (*sums.finished(hidden, weight, float(grad_loss)), None, None, None)
+
+
+# ---- the public op ---------------------------------------------------------------------------------------------------
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor | SegmentTable,
+    mask: Tensor,
+    *,
+    config: str | LossConfig = "ppo",
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    turn_ids: Tensor | Segments | None = None,
+    weights: Tensor | None = None,
+    is_weights: Tensor | None = None,
+    denominator: float | Tensor | Denominators | None = None,
+    reduction: str = "loss",
+    vocab_start: int = 0,
+    vocab_group: ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    **loss_options: Any,
+) -> LossOutput:
+    """`policy_loss` of `linear_log_probs`, with the gradients made while a chunk's logits are there.
+
+    For losses by token ("ppo", "reinforce") with reduction "loss", the logits are multiplied out once: three products
+    in place of four. Tokens that do not count are passed over, and those without a gradient (clipped, advantage 0)
+    after the first product. For every other loss, under torch.compile, with vocab_group and on the reference it is the
+    plain composition; the result is the same up to rounding. Without gradients it computes none.
+
+    Args:
+        hidden, weight, labels: as in `linear_log_probs`.
+        old_log_probs, advantages, mask, config: as in `policy_loss`.
+        bias, temperature, softcap, vocab_start, vocab_group, chunk_tokens, deterministic: as in `linear_log_probs`.
+        cu_seqlens, turn_ids, weights, is_weights, denominator, reduction: as in `policy_loss`; a token with weight 0 is
+            not read.
+        backend: "auto", "reference" or "cpu".
+        loss_options: further keywords of `policy_loss`.
+
+    Returns:
+        LossOutput(loss, metrics). A backward hands over the gradients that the forward made, without a copy where the
+        upstream gradient is 1; a second backward (retain_graph) computes them again.
+
+    Raises:
+        ValueError, TypeError: as `linear_log_probs` and `policy_loss` raise them, before anything is multiplied.
+
+    Source: docs/ops/linear_policy_loss.md.
+    """
+    op = "linear_policy_loss"
+    config = loss_config(config)
+    wants_entropy = takes_entropy(config)
+
+    def loss_of(log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
+        options = loss_options if entropy is None else {**loss_options, "entropy": entropy}
+        return policy_loss(
+            log_probs, old_log_probs, advantages, mask, config=config, cu_seqlens=cu_seqlens, turn_ids=turn_ids,
+            weights=weights, is_weights=is_weights, denominator=denominator, reduction=reduction, backend=backend,
+            **options,
+        )  # fmt: skip
+
+    validation.tensor(op, "labels", labels)
+    validation.tensor(op, "mask", mask, shape=tuple(labels.shape))
+    validation.mask_values(op, "mask", mask)
+    given = arguments(
+        op, hidden, weight, labels, bias=bias, mask=_weighted(op, mask, labels, weights, cu_seqlens),
+        temperature=temperature, softcap=softcap, ignore_index=None, vocab_start=vocab_start, vocab_group=vocab_group,
+        chunk_tokens=chunk_tokens, deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    one_pass = (
+        given.backend != "reference" and reduction == "loss" and by_token(config) and vocab_group is None
+        and given.needs_gradient and not given.registered
+    )  # fmt: skip
+    if not one_pass:
+        log_probs, entropy, _ = log_probs_of(given)
+        return loss_of(log_probs, entropy if wants_entropy else None)
+    with torch.no_grad():  # whatever policy_loss refuses, it refuses before the products
+        nothing = torch.zeros(labels.shape)
+        loss_of(nothing, nothing if wants_entropy else None)
+    found: list[LossOutput] = []
+    table = [advantages.values, advantages.segments.offsets] if isinstance(advantages, SegmentTable) else [advantages]
+    others = [*given.inputs, old_log_probs, *table, mask, weights, is_weights, *loss_options.values()]
+    loss = _OnePass.apply(*given.layer, OnePass(given, loss_of, wants_entropy), others, found)  # type: ignore[no-untyped-call]
+    return found[0]._replace(loss=loss)
+
+
+def _weighted(op: str, mask: Tensor, labels: Tensor, weights: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Tokens that count and have a weight other than 0."""
+    on = mask != 0
+    if not isinstance(weights, Tensor):
+        return on
+    rows = Rows.of(op, "labels", labels, cu_seqlens)
+    if weights.shape == rows.shape:
+        return on & (weights != 0)
+    return on & rows.spread(weights != 0) if tuple(weights.shape) == (rows.count,) else on
