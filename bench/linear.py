@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,7 +107,7 @@ def _precision(dtype: torch.dtype, tolerance: float, bar: float | None) -> bool:
         "linear_log_probs": two_passes,
         "torch": peers.linear_cross_entropy,
         "torch chunked": peers.linear_cross_entropy_chunked,
-        "chunks": lambda *given: peers.chunked_cross_entropy(*given, rows=rows),
+        "chunks": partial(peers.chunked_cross_entropy, rows=rows),
     }
     steps = {name: Step(loss, given) for name, loss in losses.items()}
     agree(steps, tolerance)

@@ -133,7 +133,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, mask: 
 def bfloat16_operands(on: bool) -> Iterator[None]:
     """torch may multiply float32 that holds bfloat16 values by the processor's bfloat16 instructions, adding in
     float32."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if on:
         matmul.fp32_precision = "bf16"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from draws import BACKENDS, GARBAGE, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64, where_masked
-from loss_cases import LOSS_CASES
+from loss_cases import LOSS_CASES, PPO, settled
 from torch import Tensor
 
 import fastadv as fa
@@ -161,7 +161,8 @@ def make_linear_policy_loss(d: Draw) -> Inputs:
     given = make_linear_log_probs(d)
     log_probs = fa.linear_log_probs(**given, backend="reference").log_probs
     old = log_probs + d.normal(*d.tokens) * d.uniform(*d.tokens) ** 4 * 4
-    old = away_from_edges(log_probs, old, PPO)
+    close = {"log_probs": log_probs, "old_log_probs": old, "mask": d.mask, "cu_seqlens": d.cu_seqlens}
+    old = settled(PPO, close)["old_log_probs"]
     return {**given, "old": old, "advantages": d.normal(*d.tokens), "cu_seqlens": d.cu_seqlens}
 
 

@@ -11,6 +11,7 @@ from test_linear_log_probs import LAYER, record
 from torch import Tensor
 
 import fastadv as fa
+from fastadv.losses import KL, NATIVE_LOSSES, PRESETS, Correction, loss_config
 from fastadv.ops import _linear, linear_policy_loss
 
 ON = pytest.mark.parametrize("backend", BACKENDS)
@@ -53,9 +54,11 @@ def composition(given: dict[str, Any], backend: str = "auto") -> fa.LossOutput:
         k: given[k] for k in ("hidden", "weight", "labels", "bias", "mask", "temperature", "softcap") if k in given
     }
     rest = {k: v for k, v in given.items() if k not in layer and k not in ("chunk_tokens", "deterministic")}
-    return fa.policy_loss(
-        fa.linear_log_probs(**layer, backend=backend).log_probs, mask=given["mask"], **rest, backend=backend
-    )
+    config = loss_config(given.get("config", "ppo"))
+    wanted = config.entropy_coef != 0
+    log_probs, entropy, _ = fa.linear_log_probs(**layer, return_entropy=wanted, backend=backend)
+    backend = backend if config.loss in NATIVE_LOSSES else "reference"
+    return fa.policy_loss(log_probs, mask=given["mask"], **rest, entropy=entropy, backend=backend)
 
 
 def results(call: Any, given: dict[str, Any], factor: float = 1.0) -> dict[str, Tensor]:
@@ -106,6 +109,30 @@ def variants() -> dict[str, dict[str, Any]]:
         "is_weights": {"is_weights": uniform * (uniform > 0.3), "chunk_tokens": 11},
         "zero advantages": {"advantages": torch.zeros(TOKENS)},
         "denominator": {"denominator": 123.0},
+        "entropy": {"config": fa.LossConfig(entropy_coef=0.3), "advantages": torch.zeros(TOKENS), "chunk_tokens": 7},
+        "cispo, k3": {
+            "config": fa.LossConfig("cispo", kl=KL("k3", 0.2), entropy_coef=0.1),
+            "ref_log_probs": -3 * uniform,
+            "chunk_tokens": 7,
+        },
+        "sapo, icepop": {
+            "config": PRESETS["sapo"].but(correction=Correction("mis", low=0.6, high=1.7)),
+            "rollout_log_probs": batch()["old_log_probs"] + 0.3 * uniform,
+            "chunk_tokens": 7,
+        },
+        "ppo, sequence tis": {
+            "config": fa.LossConfig(correction=Correction("tis", "sequence", 0.2, 3.0, veto=0.1)),
+            "rollout_log_probs": batch()["old_log_probs"] + 0.3 * uniform,
+        },
+        "reinforce to the policy itself": {
+            "config": fa.LossConfig("reinforce", correction=Correction("tis", "geometric")),
+            "rollout_log_probs": -3 * uniform,
+            "old_log_probs": None,
+        },
+        "gspo": {"config": PRESETS["gspo/verl"].but(clip_low=0.2, clip_high=0.3)},
+        "gspo, mean": {"config": PRESETS["gspo/trl"].but(clip_low=0.2, clip_high=0.3)},
+        "vespo": {"config": "vespo"},
+        "gmpo": {"config": "gmpo"},
     }
 
 
@@ -120,7 +147,8 @@ def test_equals_the_composition(name: str, backend: str) -> None:
     for factor in (1.0, -2.5):
         expected = {k: v * factor if k.startswith("d ") else v for k, v in exact.items()}
         same(results(lambda x: fa.linear_policy_loss(**x, backend=backend), given, factor), expected)
-    assert fa.last_backend() == backend
+    config = loss_config(given.get("config", "ppo"))
+    assert fa.last_backend() == (backend if config.loss in NATIVE_LOSSES else "reference")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -334,35 +362,3 @@ def test_deterministic_hidden_gradients_do_not_depend_on_the_chunk() -> None:
         for chunk in (None, 64)
     ]
     assert torch.equal(found[0]["d hidden"], found[1]["d hidden"])
-
-
-# ---- a loss that takes the entropy too -------------------------------------------------------------------------------
-
-
-def with_entropy(
-    log_probs: Tensor, old_log_probs: Any, advantages: Tensor, mask: Tensor, *, entropy: Tensor, backend: str = "auto",
-    **options: Any,
-) -> fa.LossOutput:  # fmt: skip
-    """A stand-in for policy_loss with an entropy bonus, which also flows where the policy term has no gradient."""
-    out = fa.policy_loss(log_probs, old_log_probs, advantages, mask, backend=backend, **options)
-    bonus = torch.where(mask & (torch.arange(TOKENS) % 4 > 0), entropy, 0.0).sum() / 50
-    return out._replace(loss=out.loss - bonus)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
-def test_the_entropy_flows_back_in_the_same_pass(chunk_tokens: int | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(linear_policy_loss, "policy_loss", with_entropy)
-    monkeypatch.setattr(linear_policy_loss, "takes_entropy", lambda config: True)
-    given = {**batch(), "advantages": torch.zeros(TOKENS), "chunk_tokens": chunk_tokens}
-
-    def two_passes(ours: dict[str, Any]) -> fa.LossOutput:
-        layer = {k: ours[k] for k in (*LAYER, "labels", "mask", "temperature", "softcap")}
-        out = fa.linear_log_probs(**layer, return_entropy=True, backend="reference")
-        rest = (ours["old_log_probs"], ours["advantages"], ours["mask"])
-        return with_entropy(out.log_probs, *rest, entropy=out.entropy, cu_seqlens=CU, backend="reference")
-
-    rows = record(monkeypatch)
-    found = results(lambda x: fa.linear_policy_loss(**x), given)
-    same(found, results(two_passes, {k: double(v) for k, v in given.items()}))
-    flowing = (given["mask"] & (torch.arange(TOKENS) % 4 > 0)).nonzero().flatten().tolist()
-    assert sorted(rows["backward"]) == flowing

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastadv import dispatch, validation
 from fastadv.ops import _logits
 from fastadv.ops._linear import Gradients, Head
 from fastadv.ops._logits import NO_LABEL, SKIPPED
-from fastadv.ops._register import native_op, needs_dispatcher
+from fastadv.ops._register import first_order, native_op, needs_dispatcher
 from fastadv.ops._vocab_parts import VocabParts
 from fastadv.ops.token_log_probs import TokenLogProbs, _codes, _positive, _reads, _temperatures
 from fastadv.reference import linear_log_probs as reference
@@ -250,7 +249,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return log_prob, entropy, sum_p2
 
     @staticmethod
-    @once_differentiable
+    @first_order("linear_log_probs")
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, state, *inputs = ctx.saved_tensors
         d_hidden, d_weight, d_bias = backward(

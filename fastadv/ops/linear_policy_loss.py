@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastadv import validation
-from fastadv.losses import LossConfig, loss_config
+from fastadv.losses import NATIVE_LOSSES, LossConfig, loss_config
 from fastadv.ops import _logits
 from fastadv.ops._linear import Gradients
+from fastadv.ops._register import first_order
 from fastadv.ops.linear_log_probs import Arguments, arguments, counted_rows, head_of, log_probs_of
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.token_counts import Denominators
@@ -24,19 +24,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Losses of which the derivative by a token's log-prob depends on nothing but that token's numbers.
-TOKEN_LOSSES = frozenset({"reinforce", "ppo"})
+TOKEN_LOSSES = frozenset({"reinforce", "ppo", "cispo", "sapo"})
 
 LossOf = Callable[[Tensor, Tensor | None], LossOutput]  # of log-probs and, where the loss takes them, entropies
 
 
-def by_token(config: LossConfig) -> bool:
+def by_token(config: LossConfig, old_log_probs: Tensor | None) -> bool:
     """Whether gradients can be made as soon as a chunk's log-probs are there."""
-    return config.loss in TOKEN_LOSSES
-
-
-def takes_entropy(config: LossConfig) -> bool:
-    """Whether the loss has a term of the entropy."""
-    return bool(getattr(config, "entropy_coef", 0.0))
+    # Without old log-probs a correction is to the policy itself, and of a rollout needs all of its log-probs.
+    of_policy = old_log_probs is None and any(c.level != "token" or c.veto is not None for c in config.corrections)
+    return config.loss in TOKEN_LOSSES and not of_policy
 
 
 @dataclass
@@ -113,7 +110,7 @@ class _OnePass(torch.autograd.Function):
         return output.loss
 
     @staticmethod
-    @once_differentiable
+    @first_order("linear_policy_loss")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors  # raises where the graph was freed
         sums, ctx.gradients = ctx.gradients, None
@@ -139,8 +136,12 @@ def linear_policy_loss(
     softcap: float | None = None,
     cu_seqlens: Tensor | None = None,
     turn_ids: Tensor | Segments | None = None,
+    rollout_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
     weights: Tensor | None = None,
     is_weights: Tensor | None = None,
+    selected: Tensor | None = None,
+    row_tokens: Tensor | None = None,
     denominator: float | Tensor | Denominators | None = None,
     reduction: str = "loss",
     vocab_start: int = 0,
@@ -148,23 +149,22 @@ def linear_policy_loss(
     chunk_tokens: int | None = None,
     deterministic: bool = False,
     backend: str = "auto",
-    **loss_options: Any,
 ) -> LossOutput:
     """`policy_loss` of `linear_log_probs`, with the gradients made while a chunk's logits are there.
 
-    For losses by token ("ppo", "reinforce") with reduction "loss", the logits are multiplied out once: three products
-    in place of four. Tokens that do not count are passed over, and those without a gradient (clipped, advantage 0)
-    after the first product. For every other loss, under torch.compile, with vocab_group and on the reference it is the
-    plain composition; the result is the same up to rounding. Without gradients it computes none.
+    For losses by token ("ppo", "reinforce", "cispo", "sapo") with reduction "loss", the logits are multiplied out once:
+    three products in place of four. Tokens that do not count are passed over, and those without a gradient (clipped,
+    advantage 0) after the first product. For every other loss, under torch.compile, with vocab_group and on the
+    reference it is the plain composition; the result is the same up to rounding. Without gradients it computes none.
+    The entropy that `config.entropy_coef` asks for comes from the same logits.
 
     Args:
         hidden, weight, labels: as in `linear_log_probs`.
         old_log_probs, advantages, mask, config: as in `policy_loss`.
         bias, temperature, softcap, vocab_start, vocab_group, chunk_tokens, deterministic: as in `linear_log_probs`.
-        cu_seqlens, turn_ids, weights, is_weights, denominator, reduction: as in `policy_loss`; a token with weight 0 is
-            not read.
+        cu_seqlens, turn_ids, rollout_log_probs, ref_log_probs, weights, is_weights, selected, row_tokens, denominator,
+            reduction: as in `policy_loss`; a token with weight 0 is not read.
         backend: "auto", "reference" or "cpu".
-        loss_options: further keywords of `policy_loss`.
 
     Returns:
         LossOutput(loss, metrics). A backward hands over the gradients that the forward made, without a copy where the
@@ -177,14 +177,16 @@ def linear_policy_loss(
     """
     op = "linear_policy_loss"
     config = loss_config(config)
-    wants_entropy = takes_entropy(config)
+    wants_entropy = config.entropy_coef != 0
+    # A loss without a kernel runs on the reference, of log-probs that a kernel made.
+    loss_backend = backend if config.loss in NATIVE_LOSSES else "auto"
 
     def loss_of(log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
-        options = loss_options if entropy is None else {**loss_options, "entropy": entropy}
         return policy_loss(
             log_probs, old_log_probs, advantages, mask, config=config, cu_seqlens=cu_seqlens, turn_ids=turn_ids,
-            weights=weights, is_weights=is_weights, denominator=denominator, reduction=reduction, backend=backend,
-            **options,
+            rollout_log_probs=rollout_log_probs, ref_log_probs=ref_log_probs, entropy=entropy, weights=weights,
+            is_weights=is_weights, selected=selected, row_tokens=row_tokens, denominator=denominator,
+            reduction=reduction, backend=loss_backend,
         )  # fmt: skip
 
     validation.tensor(op, "labels", labels)
@@ -196,7 +198,7 @@ def linear_policy_loss(
         chunk_tokens=chunk_tokens, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     one_pass = (
-        given.backend != "reference" and reduction == "loss" and by_token(config) and vocab_group is None
+        given.backend != "reference" and reduction == "loss" and by_token(config, old_log_probs) and vocab_group is None
         and given.needs_gradient and not given.registered
     )  # fmt: skip
     if not one_pass:
@@ -207,7 +209,7 @@ def linear_policy_loss(
         loss_of(nothing, nothing if wants_entropy else None)
     found: list[LossOutput] = []
     table = [advantages.values, advantages.segments.offsets] if isinstance(advantages, SegmentTable) else [advantages]
-    others = [*given.inputs, old_log_probs, *table, mask, weights, is_weights, *loss_options.values()]
+    others = [*given.inputs, old_log_probs, *table, mask, weights, is_weights, rollout_log_probs, ref_log_probs]
     loss = _OnePass.apply(*given.layer, OnePass(given, loss_of, wants_entropy), others, found)  # type: ignore[no-untyped-call]
     return found[0]._replace(loss=loss)
 
