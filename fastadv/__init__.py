@@ -13,6 +13,7 @@ from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.linear_log_probs import linear_log_probs
 from fastadv.ops.linear_policy_loss import linear_policy_loss
 from fastadv.ops.policy_loss import LossOutput, policy_loss
+from fastadv.ops.score_centering import Sampler, score_centering_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.sequence_log_ratios import sequence_log_ratios
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
@@ -41,6 +42,7 @@ __all__ = [
     "LossConfig",
     "LossOutput",
     "Outcome",
+    "Sampler",
     "SegmentTable",
     "Segments",
     "SequenceLogRatios",
@@ -62,6 +64,7 @@ __all__ = [
     "pad",
     "policy_loss",
     "question_one_arms",
+    "score_centering_loss",
     "segment_tokens",
     "segments",
     "sequence_log_ratios",

@@ -67,16 +67,16 @@ def has_memory(t: Tensor) -> bool:
     return type(t) is Tensor or type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def _start(t: Tensor) -> int:
+def start(t: Tensor) -> int:
     """Address of a tensor's first element, which a kernel may read."""
     if not has_memory(t):
         raise TypeError(f"a kernel cannot read a {type(t).__name__}; pass a plain tensor, or use backend='reference'")
     if t.is_neg():
         raise ValueError("a kernel cannot read a tensor whose sign is yet to be changed; pass t.resolve_neg()")
-    start = t.data_ptr()
-    if not start and t.numel():
+    first = t.data_ptr()
+    if not first and t.numel():
         raise TypeError("a kernel was given a tensor without memory; pass one that holds values")
-    return start
+    return first
 
 
 def view(t: Tensor | None) -> View | None:
@@ -84,7 +84,7 @@ def view(t: Tensor | None) -> View | None:
     if t is None:
         return None
     strides = t.stride()
-    return (_start(t), DTYPES[t.dtype], strides[0] if len(strides) == 2 else 0, strides[-1] if strides else 1)
+    return (start(t), DTYPES[t.dtype], strides[0] if len(strides) == 2 else 0, strides[-1] if strides else 1)
 
 
 def rows(r: Rows) -> tuple[int, int, int, int]:
@@ -99,7 +99,7 @@ def address(t: Tensor | None) -> int:
         return 0
     if not t.is_contiguous():
         raise ValueError(f"a kernel was given strides {t.stride()} for shape {list(t.shape)}; pass t.contiguous()")
-    return _start(t)
+    return start(t)
 
 
 def as_mask(mask: Tensor) -> Tensor:

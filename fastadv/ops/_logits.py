@@ -34,7 +34,7 @@ def logits_view(logits: Tensor) -> View:
     """Logits as the kernels take them: address, type, leading sizes and strides, vocabulary size and stride."""
     *sizes, vocab = logits.shape
     *strides, stride = logits.stride()
-    return (logits.data_ptr(), native.DTYPES[logits.dtype], tuple(sizes), tuple(strides), vocab, stride)
+    return (native.start(logits), native.DTYPES[logits.dtype], tuple(sizes), tuple(strides), vocab, stride)
 
 
 def _inputs(
@@ -42,8 +42,8 @@ def _inputs(
 ) -> tuple[View, int, int, float, float]:
     """What every launcher passes; tensors are float64 and contiguous by now and outlive the call."""
     if isinstance(inverse_temperature, Tensor):
-        return logits_view(logits), labels.data_ptr(), inverse_temperature.data_ptr(), 1.0, softcap
-    return logits_view(logits), labels.data_ptr(), 0, float(inverse_temperature), softcap
+        return logits_view(logits), native.address(labels), native.address(inverse_temperature), 1.0, softcap
+    return logits_view(logits), native.address(labels), 0, float(inverse_temperature), softcap
 
 
 def _exact(x: float | Tensor | None) -> Any:
@@ -72,7 +72,7 @@ def finish(statistics: Tensor) -> Results:
     rows = statistics.shape[-1]
     results = torch.empty((4, rows), dtype=torch.float64)
     parts = statistics.shape[0] if statistics.dim() == 3 else 1
-    native.module().finish_statistics(parts, rows, statistics.data_ptr(), results.data_ptr())
+    native.module().finish_statistics(parts, rows, native.address(statistics), results.data_ptr())
     return Results(*results)
 
 

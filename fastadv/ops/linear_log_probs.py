@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
     @property
     def registered(self) -> bool:
         """Whether the registered op has to run: a graph is traced, or a dispatch mode looks on."""
-        return torch.compiler.is_compiling() or needs_dispatcher(self.layer)
+        return torch.compiler.is_compiling() or needs_dispatcher((*self.layer, *self.inputs))
 
     @property
     def needs_gradient(self) -> bool:
@@ -215,6 +215,7 @@ def _registered_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, *tensors, ctx.numbers = inputs
     ctx.save_for_backward(hidden, weight, bias, output[3], *tensors)
+    ctx.set_materialize_grads(False)  # an entropy that nothing flows from is another sum than one of zeros
 
 
 @native_op("linear_log_probs", _fake, autograd=(_registered_backward, _setup_context))
