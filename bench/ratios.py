@@ -1,6 +1,6 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [advantages] [log-probs] [linear] [scaling] [replay]
+python -m bench.ratios [policy-loss] [losses] [advantages] [log-probs] [linear] [scaling] [replay]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fastadv as fa
 from bench import linear, peers
+from bench.batches import PPO, TOKENS, forward_backward, raw_policy_loss, rollouts
 from bench.harness import (
     Bandwidth,
     Line,
@@ -26,65 +27,13 @@ from bench.harness import (
     write,
 )
 from bench.log_probs import log_probs
-from fastadv.ops import policy_loss as op
+from bench.losses import losses
 from fastadv.ops import segments as lookup
-from fastadv.ops._loss_arguments import TOKEN
 
-TOKENS = 4_194_304
-ROWS = 256
 BYTES = {
     "policy loss": 4 + 4 + 4 + 1 + 4,  # log_probs, old_log_probs, advantages, mask in; gradient out
     "turn advantages": 4 + 4,  # turn_ids in, advantages out
 }
-
-
-def rollouts(rows: int = ROWS, tokens: int = TOKENS, seed: int = 0) -> dict[str, Tensor]:
-    """Padded agent rollouts: turns of 64 to 512 sampled tokens, tool results of 32 to 256 between them."""
-    generator = torch.Generator().manual_seed(seed)
-    width = tokens // rows
-    mask = torch.zeros(rows, width, dtype=torch.bool)
-    for row in range(rows):
-        at = 0
-        while at < width:
-            turn, tool = (int(torch.randint(a, b, (), generator=generator)) for a, b in ((64, 513), (32, 257)))
-            mask[row, at : at + turn] = True
-            at += turn + tool
-    log_probs = -2 * torch.rand(rows, width, generator=generator)
-    return {
-        "log_probs": log_probs,
-        "old_log_probs": log_probs + 0.1 * torch.randn(rows, width, generator=generator),
-        "advantages": torch.randn(rows, width, generator=generator),
-        "mask": mask,
-        "rewards": torch.randint(0, 2, (rows,), generator=generator).float(),
-        "groups": torch.arange(rows) // 8,
-    }
-
-
-def forward_backward(loss: Callable[..., Tensor], batch: dict[str, Tensor]) -> Callable[[], None]:
-    """A training step's use of a loss: value and gradient, as autograd gives them."""
-    leaf = batch["log_probs"].clone().requires_grad_()
-
-    def run() -> None:
-        leaf.grad = None
-        loss(leaf, batch["old_log_probs"], batch["advantages"], batch["mask"]).backward()
-
-    return run
-
-
-def raw_policy_loss(batch: dict[str, Tensor]) -> Callable[[], None]:
-    """The ppo kernel into given buffers, the denominator given."""
-    inputs = op.Inputs(
-        old_log_probs=batch["old_log_probs"], mask=batch["mask"], cu_seqlens=None, advantages=batch["advantages"],
-        turn_ids=None, segment_offsets=None, token_weights=None, row_weights=None, is_weights=None, row_tokens=None,
-        scale=1 / batch["mask"].sum().double(),
-    )  # fmt: skip
-    formula = op.Formula.of(fa.LossConfig(clip_low=peers.CLIP, clip_high=peers.CLIP, dual_clip=peers.DUAL_CLIP), TOKEN)
-    gradient, sums = torch.empty_like(batch["log_probs"]), torch.empty(len(op.SUMS), dtype=torch.float64)
-
-    def run() -> None:
-        op.launch_into(batch["log_probs"], None, inputs, formula, gradient=gradient, token_losses=None, sums=sums)
-
-    return run
 
 
 def raw_turn_advantages(batch: dict[str, Tensor], index: fa.Segments, groups: fa.GroupIndex) -> Callable[[], None]:
@@ -106,7 +55,7 @@ def policy_loss() -> bool:
     index = fa.segments(fa.turn_ids_from_mask(batch["mask"]))
     table = fa.turn_advantages(batch["rewards"], batch["groups"], index, output="segments")
 
-    raw = raw_policy_loss(batch)
+    raw = raw_policy_loss(batch, PPO)
 
     def ours(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         return fa.policy_loss(lp, old, advantages, mask, config=config, denominator=tokens).loss
@@ -222,7 +171,7 @@ def scaling() -> bool:
     for tokens in sizes:
         batch = rollouts(rows=tokens // 16384, tokens=tokens)
         index, groups = fa.segments(fa.turn_ids_from_mask(batch["mask"])), fa.group_index(batch["groups"])
-        steps[f"loss kernel {tokens}"] = raw_policy_loss(batch)
+        steps[f"loss kernel {tokens}"] = raw_policy_loss(batch, PPO)
         steps[f"advantages kernel {tokens}"] = raw_turn_advantages(batch, index, groups)
 
         def loss(*given: Tensor) -> Tensor:
@@ -285,6 +234,7 @@ def replay() -> bool:
 
 SUITES = {
     "policy-loss": policy_loss,
+    "losses": losses,
     "advantages": advantages,
     "log-probs": log_probs,
     "linear": linear.linear,

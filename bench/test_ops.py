@@ -13,10 +13,11 @@ import torch
 
 import fastadv as fa
 from bench import linear
+from bench.batches import TOKENS, forward_backward, rollouts
 from bench.log_probs import STEP_ROWS
 from bench.log_probs import batch as log_probs_batch
 from bench.log_probs import ours as token_log_probs
-from bench.ratios import BYTES, TOKENS, forward_backward, rollouts
+from bench.ratios import BYTES
 
 CONFIG = fa.LossConfig(dual_clip=3.0)
 

@@ -162,8 +162,9 @@ def linear_policy_loss(
         hidden, weight, labels: as in `linear_log_probs`.
         old_log_probs, advantages, mask, config: as in `policy_loss`.
         bias, temperature, softcap, vocab_start, vocab_group, chunk_tokens, deterministic: as in `linear_log_probs`.
-        cu_seqlens, turn_ids, rollout_log_probs, ref_log_probs, weights, is_weights, selected, row_tokens, denominator,
-            reduction: as in `policy_loss`; a token with weight 0 is not read.
+        cu_seqlens, turn_ids, rollout_log_probs, ref_log_probs: as in `policy_loss`.
+        weights, is_weights, selected, row_tokens, denominator, reduction: as in `policy_loss`; a token with weight 0 is
+            not read.
         backend: "auto", "reference" or "cpu".
 
     Returns:
