@@ -217,3 +217,20 @@ def test_second_derivatives_of_registered_ops_are_refused(case: Case, backend: s
     torch.testing.assert_close(gradient, case.run(backend, inputs)["gradient"], rtol=1e-6, atol=1e-7)
     with pytest.raises(RuntimeError, match="cannot be differentiated again; use backend='reference'"):
         gradient.sum().backward()
+
+
+def test_a_denominator_that_changes_is_compiled_for_once_more_at_most() -> None:
+    """A trainer's token count differs every step; a graph that looked at it would be compiled every step."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    log_probs = -torch.rand(64)
+
+    def loss(leaf: Tensor, denominator: float) -> Tensor:
+        return fa.policy_loss(leaf, log_probs, log_probs, torch.ones(64), denominator=denominator).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    for step in range(10):
+        torch.testing.assert_close(compiled(1.1 * log_probs, 1.5 + step), loss(1.1 * log_probs, 1.5 + step))
+    assert counters["stats"]["unique_graphs"] <= 2

@@ -1,38 +1,80 @@
-"""Denominators over data-parallel ranks, with real processes on gloo."""
+"""Denominators over data-parallel ranks and micro-batches, with real processes on gloo."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 import fastadv as fa
+from fastadv.losses import AGGREGATIONS, PRESETS
 
+WIDTH = 9
 # Rollouts of each rank: the second rank has none, the third none with a valid token.
-MASKS = [
-    torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]),
-    torch.zeros(0, 4, dtype=torch.int64),
-    torch.zeros(1, 4),
-    torch.ones(3, 4),
-]
+ROLLOUTS = (3, 0, 1, 4)
+CORRECTED = (fa.Correction("tis", high=1.1), fa.Correction("mis", "geometric", 0.7, 1.3))
+CONFIGS = {mode: fa.LossConfig("ppo", 0.1, 0.1, loss_agg_mode=mode, horizon=7.0) for mode in AGGREGATIONS}
+CONFIGS |= {
+    "candidates": PRESETS["grpo"],
+    "gspo": PRESETS["gspo/verl"].but(clip_low=0.05, clip_high=0.05),
+    "gspo, mean": PRESETS["luspo"].but(clip_low=0.05, clip_high=0.05),
+    "everything": fa.LossConfig("cispo", correction=CORRECTED, kl=fa.KL("k3", 0.3), entropy_coef=0.2),
+}
+
+
+def rollouts(rank: int) -> dict[str, Tensor]:
+    """What a rank holds, float64."""
+    g = torch.Generator().manual_seed(rank)
+    shape = (ROLLOUTS[rank], WIDTH)
+    mask = torch.rand(shape, generator=g) < 0.7
+    if rank == 2:
+        mask[:] = False
+    names = ("x", "old", "ref", "rollout", "entropy", "advantages")
+    values = {name: torch.rand(shape, generator=g, dtype=torch.float64) for name in names}
+    values["rollout"] = values["old"] + 0.3 * (values["rollout"] - 0.5)
+    return {**values, "mask": mask, "weights": torch.rand(shape[0], generator=g, dtype=torch.float64)}
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def loss_of(config: fa.LossConfig, b: dict[str, Tensor], theta: Tensor, step: Any, dtype: torch.dtype) -> Tensor:
+    """The loss of a policy with one parameter."""
+    x, old, ref, rollout, entropy, advantages, weights = (
+        b[name].to(dtype) for name in ("x", "old", "ref", "rollout", "entropy", "advantages", "weights")
+    )
+    return fa.policy_loss(
+        theta * x, old, advantages - 0.4, b["mask"], config=config, denominator=step, weights=weights,
+        rollout_log_probs=rollout if config.corrections else None, ref_log_probs=ref if config.kl else None,
+        entropy=theta * entropy if config.entropy_coef else None,
+    ).loss  # fmt: skip
 
 
 def run_rank(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
-    mine = torch.cat([m.float() for m in MASKS[rank::world]])  # fewer ranks hold the same rollouts
-    step = fa.denominators(mine, process_group=dist.group.WORLD)
-    log_probs = torch.full(mine.shape, -1.0, requires_grad=True)
-    results = {"counts": torch.stack([step.tokens, step.sequences, step.candidates]), "ranks": step.ranks}
-    for mode in ("token-mean", "seq-mean-token-mean"):
-        config = fa.LossConfig("reinforce", loss_agg_mode=mode)
-        loss = fa.policy_loss(log_probs, None, torch.ones(mine.shape[0]), mine, config=config, denominator=step).loss
-        loss.backward()
-        averaged = loss.detach().double() / world  # as a data-parallel trainer averages
+    mine = joined([rollouts(r) for r in range(rank, 4, world)])  # fewer ranks hold the same rollouts
+    step = fa.denominators(mine["mask"], process_group=dist.group.WORLD)
+    results: dict[str, Any] = {
+        "counts": torch.stack([step.tokens, step.sequences, step.candidates]),
+        "ranks": step.ranks,
+    }
+    for name, config in CONFIGS.items():
+        theta = torch.tensor(1.1, requires_grad=True)
+        total = torch.zeros((), dtype=torch.float64)
+        for row in range(0, max(1, mine["x"].shape[0]), 2):  # micro-batches; a rank without rollouts joins in with one
+            part = {key: value[row : row + 2] for key, value in mine.items()}
+            loss = loss_of(config, part, theta, step, torch.float32)
+            loss.backward()
+            total += loss.detach()
+        averaged = torch.stack([total, theta.grad.double()]) / world  # as a data-parallel trainer averages
         dist.all_reduce(averaged)
-        results[mode] = averaged
+        results[name] = averaged
     torch.save(results, f"{folder}/result-{world}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -43,11 +85,20 @@ def test_one_rank_equals_two_equals_four() -> None:
         for world in (1, 2, 4):
             mp.spawn(run_rank, (world, folder), nprocs=world)
         results = {w: [torch.load(f"{folder}/result-{w}-{r}.pt") for r in range(w)] for w in (1, 2, 4)}
-    whole = torch.cat([m.float() for m in MASKS])
-    local = fa.denominators(whole)
+    whole = joined([rollouts(r) for r in range(4)])
+    local = fa.denominators(whole["mask"])
+    exact = {}
+    for name, config in CONFIGS.items():
+        theta = torch.tensor(1.1, dtype=torch.float64, requires_grad=True)
+        loss = loss_of(config, whole, theta, None, torch.float64)
+        loss.backward()
+        exact[name] = torch.stack([loss.detach(), theta.grad])
+        assert theta.grad.abs() > 1e-3, name
     for world, ranks in results.items():
         for result in ranks:
             assert result["counts"].tolist() == [float(local.tokens), float(local.sequences), float(local.candidates)]
             assert result["ranks"] == world
-            for mode in ("token-mean", "seq-mean-token-mean"):
-                torch.testing.assert_close(result[mode], torch.tensor(1.0, dtype=torch.float64), rtol=0, atol=1e-6)
+            for name, expected in exact.items():
+                torch.testing.assert_close(
+                    result[name], expected, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )
