@@ -33,6 +33,17 @@ Rows rows_of(const py::tuple& t) {
   return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), t[2].cast<int64_t>(), pointer<const int64_t>(t[3].cast<uintptr_t>())};
 }
 
+// (address of [rows + 1] offsets or 0, size of the table that they point into). Checked: what lies beyond is never touched.
+const int64_t* offsets_of(const py::tuple& t, int64_t rows) {
+  const auto* offsets = pointer<const int64_t>(t[0].cast<uintptr_t>());
+  const auto size = t[1].cast<int64_t>();
+  if (!offsets) return nullptr;
+  if (offsets[0] != 0 || offsets[rows] != size) throw std::invalid_argument("segment offsets must start at 0 and end at the table's size");
+  for (int64_t row = 0; row < rows; ++row)
+    if (offsets[row + 1] < offsets[row]) throw std::invalid_argument("segment offsets decrease at row " + std::to_string(row));
+  return offsets;
+}
+
 // (number of groups, number of rows, address of order, address of offsets).
 Groups groups_of(const py::tuple& t) {
   return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), pointer<const int64_t>(t[2].cast<uintptr_t>()), pointer<const int64_t>(t[3].cast<uintptr_t>())};
@@ -82,12 +93,12 @@ int py_turn_counts(const py::tuple& rows, const py::object& turn_ids, uintptr_t 
 }
 
 // `wide`: table and tokens are doubles, else floats. So too below.
-int py_segment_tokens(const py::tuple& rows, bool wide, uintptr_t table, uintptr_t offsets, const py::object& turn_ids,
+int py_segment_tokens(const py::tuple& rows, bool wide, uintptr_t table, const py::tuple& offsets, const py::object& turn_ids,
                       const py::object& mask, uintptr_t tokens, int threads) {
   const Rows r = rows_of(rows);
   const TokenView ids = token_view(turn_ids), m = token_view(mask);
+  const auto* first = offsets_of(offsets, r.count);
   const py::gil_scoped_release release;
-  const auto* first = pointer<const int64_t>(offsets);
   if (wide) return segment_tokens(r, pointer<const double>(table), first, ids, m, pointer<double>(tokens), threads);
   return segment_tokens(r, pointer<const float>(table), first, ids, m, pointer<float>(tokens), threads);
 }
@@ -123,13 +134,13 @@ void py_group_advantages(const py::tuple& inputs, const py::tuple& rule, bool wi
   group_advantages(in, r, pointer<float>(advantages), threads);
 }
 
-void py_turn_advantages(const py::tuple& inputs, const py::tuple& rule, const py::tuple& table, uintptr_t offsets, double kappa,
+void py_turn_advantages(const py::tuple& inputs, const py::tuple& rule, const py::tuple& table, const py::tuple& offsets, double kappa,
                         bool shrink_to_mean, bool wide, uintptr_t segments, int threads) {
   const AdvantageInputs in = advantage_inputs(inputs);
   const AdvantageRule r = advantage_rule(rule);
   const TurnTable t = turn_table(table);
+  const auto* first = offsets_of(offsets, in.rows);
   const py::gil_scoped_release release;
-  const auto* first = pointer<const int64_t>(offsets);
   if (wide) return turn_advantages(in, r, t, first, kappa, shrink_to_mean, pointer<double>(segments), threads);
   turn_advantages(in, r, t, first, kappa, shrink_to_mean, pointer<float>(segments), threads);
 }
@@ -163,10 +174,13 @@ PolicyLossInputs policy_loss_inputs(const py::tuple& rows, const py::tuple& t, i
   PolicyLossInputs in;
   in.rows = rows_of(rows);
   in.advantage_kind = AdvantageKind(advantage_kind);
+  if (advantage_kind < int(AdvantageKind::kToken) || advantage_kind > int(AdvantageKind::kSegment))
+    throw std::invalid_argument("no such kind of advantages");
   in.log_probs = token_view(t[0]);
   in.old_log_probs = token_view(t[1]);
   in.mask = token_view(t[2]);
   const TokenView a = token_view(t[3]);
+  if (!in.log_probs.present() || !in.mask.present() || !a.present()) throw std::invalid_argument("log-probs, mask and advantages are needed");
   if (in.advantage_kind == AdvantageKind::kToken) {
     in.token_advantages = a;
   } else {
@@ -178,11 +192,13 @@ PolicyLossInputs policy_loss_inputs(const py::tuple& rows, const py::tuple& t, i
   in.rollout_log_probs = token_view(t[7]);
   in.ref_log_probs = token_view(t[8]);
   in.entropy = token_view(t[9]);
-  in.segment_offsets = pointer<const int64_t>(t[10].cast<uintptr_t>());
+  in.segment_offsets = offsets_of(t[10].cast<py::tuple>(), in.rows.count);
   in.row_weights = pointer<const double>(t[11].cast<uintptr_t>());
   in.row_tokens = pointer<const int64_t>(t[12].cast<uintptr_t>());
   in.row_log_ratios = pointer<const float>(t[13].cast<uintptr_t>());
   in.row_is_weights = pointer<const float>(t[14].cast<uintptr_t>());
+  if (in.advantage_kind == AdvantageKind::kSegment && (!in.segment_offsets || !in.turn_ids.present()))
+    throw std::invalid_argument("a segment table needs its offsets and turn ids");
   return in;
 }
 
@@ -193,6 +209,8 @@ int py_policy_loss(const py::tuple& rows, const py::tuple& tensors, int advantag
   in.scale = scale;
   const PolicyLossRule rule = policy_loss_rule(formula);
   const PolicyLossOutputs out{token_view(gradient), token_view(entropy_gradient), pointer<float>(token_losses)};
+  for (const TokenView& view : {out.gradient, out.entropy_gradient})
+    if (view.dtype > DType::kFloat16) throw std::invalid_argument("gradients are float32, bfloat16 or float16");
   double* values = pointer<double>(sums);
   const py::gil_scoped_release release;
   return policy_loss(in, rule, out, values, threads);

@@ -318,3 +318,29 @@ def test_float64_rewards_give_float64_advantages(kind: str, backend: str) -> Non
     assert fa.last_backend() == backend
     torch.testing.assert_close(advantages, run(rewards, "reference"), rtol=1e-14, atol=1e-15)
     assert run(rewards.float(), backend).dtype == torch.float32
+
+
+@ON
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_votes_are_finite_and_not_negative(bad: float, backend: str) -> None:
+    with pytest.raises(ValueError, match="votes"):
+        fa.group_advantages(torch.rand(3), [0, 0, 0], votes=torch.tensor([1.0, bad, 2.0]), backend=backend)
+
+
+@ON
+def test_with_frozen_statistics_the_reward_that_is_left_out_is_the_frozen_one(backend: str) -> None:
+    """An arm may change rewards afterwards; the baseline is of the rewards that the statistics hold."""
+    rewards = torch.tensor([0.0, 1.0, 5.0])
+    frozen = fa.freeze_statistics(rewards, [0, 0, 0], backend=backend)
+    changed = fa.group_advantages(5 * rewards, [0, 0, 0], baseline="loo", statistics=frozen, backend=backend)
+    assert changed.tolist() == [0 - 3.0, 5 - 2.5, 25 - 0.5]
+
+
+def test_the_hash_holds_everything_that_arms_use() -> None:
+    rewards, ids = torch.tensor([0.0, 1.0, 1.0, 0.0]), [0, 0, 0, 0]
+    everyone, some = torch.ones(4, dtype=torch.bool), torch.tensor([True, True, False, False])
+    others = torch.tensor([False, False, True, True])  # survivors with the same moments
+    hashes = [fa.freeze_statistics(rewards, ids, include=include).hash for include in (None, everyone, some, others)]
+    assert len(set(hashes[1:])) == 3
+    turns = [torch.tensor([[0, 0], [0, 0], [0, 1], [0, 0]]), torch.tensor([[0, 1], [0, 0], [0, 0], [0, 0]])]
+    assert len({fa.freeze_statistics(rewards, ids, turn_ids=t).hash for t in turns}) == 2

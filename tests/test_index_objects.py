@@ -97,3 +97,47 @@ def test_the_reference_loss_of_a_long_rollout() -> None:
     config = fa.LossConfig("reinforce", loss_agg_mode="token-sum")
     out = fa.policy_loss(ones, None, -torch.ones(tokens), torch.ones(tokens), config=config, backend="reference")
     assert float(out.loss) == pytest.approx(tokens * float(ones[0].double()), rel=1e-7)
+
+
+def test_kernels_refuse_what_lies_beyond_a_table() -> None:
+    """Sizes are not trusted, even where nothing checked the index object: reads and writes would go past the end."""
+    from fastadv import native
+
+    mask = torch.ones(3, 8)
+    index = fa.segments(fa.turn_ids_from_mask(mask))
+    values = torch.rand(index.count)
+    for wrong in (index.offsets + 40, index.offsets.flip(0), index.offsets * 10**9):
+        object.__setattr__(index, "offsets", wrong.contiguous())
+        with pytest.raises(ValueError, match="segment offsets"):
+            fa.segment_tokens(fa.SegmentTable(values, index), backend="cpu")
+        with pytest.raises(ValueError, match="segment offsets"):
+            fa.policy_loss(-mask, -mask, fa.SegmentTable(values, index), mask, backend="cpu")
+        with pytest.raises(ValueError, match="segment offsets"):
+            fa.turn_advantages(torch.rand(3), [0] * 3, index, output="segments", backend="cpu")
+    with pytest.raises(ValueError, match=r"rows \* width is not the number of tokens"):
+        native.module().token_counts((2**32, 0, 2**32, 0), native.view(mask), mask.data_ptr(), 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ids", [[2] * 16, [0] * 16 + [2], [0, 2] * 9])
+def test_the_first_turn_beyond_a_rollouts_is_refused(ids: list[int], backend: str) -> None:
+    """Sixteen equal ids, one in the rest, and mixed ones: kernels look these up in three ways."""
+    turn_ids = torch.tensor([ids])
+    known = torch.tensor([[0] * (len(ids) - 1) + [1]])
+    table = fa.SegmentTable(torch.ones(2), fa.segments(known))
+    log_probs, mask = -torch.ones(turn_ids.shape), torch.ones(turn_ids.shape)
+    given = {"turn_ids": turn_ids, "backend": backend}
+    with pytest.raises(ValueError, match="turn_ids names a turn"):
+        fa.policy_loss(log_probs, log_probs, table, mask, **given)
+    masked = (turn_ids < 2).float()  # what is not in the mask may be out of range
+    out = fa.policy_loss(log_probs, log_probs, table, masked, **given)
+    assert float(out.loss) == (-1.0 if masked.any() else 0.0)
+
+
+def test_rows_of_a_group_keep_their_order() -> None:
+    """Sums run in row order, so the order must not depend on the sort: ten thousand rows in three groups."""
+    labels = torch.randint(0, 3, (10_000,), generator=torch.Generator().manual_seed(0))
+    index = fa.group_index(labels)
+    for group in range(3):
+        rows = index.order[index.offsets[group] : index.offsets[group + 1]]
+        assert (rows.diff() > 0).all()

@@ -255,3 +255,64 @@ def test_trl_kl(unbiased: bool, backend: str, grpo_trainer: Any) -> None:
     mine = ours(config, c, c.rows, backend, ref_log_probs=c.ref)
     options = CLIPS | {"beta": 0.2, "use_bias_correction_kl": unbiased}
     compare(mine, theirs(lambda x: trl_loss(grpo_trainer, c, x, c.rows, "dapo", **options), c), backend)
+
+
+# ---- Liger-Kernel, from hidden states --------------------------------------------------------------------------------
+
+LIGER = {
+    "grpo": ("grpo", PRESETS["grpo"], {}),
+    "bnpo": ("bnpo", PRESETS["bnpo"], {}),
+    "dapo": ("dapo", PRESETS["dapo"], {}),
+    "dapo, delta": ("dapo", PRESETS["dapo"].but(delta=1.3), {"delta": 1.3}),
+    "dr_grpo": ("dr_grpo", PRESETS["dr_grpo"].but(horizon=31.0), {"max_completion_length": 31}),
+    "gspo": ("grpo", PRESETS["gspo/trl"], {"importance_sampling_level": "sequence"}),
+    "luspo": ("luspo", PRESETS["luspo"], {"importance_sampling_level": "sequence"}),
+    "cispo": ("cispo", PRESETS["cispo/trl"], {"epsilon_high": 5.0}),
+    "sapo": ("sapo", PRESETS["sapo"].but(denominator="candidates"), {}),
+    "dapo, k3": ("dapo", PRESETS["dapo"].but(kl=fa.KL("k3", 0.2)), {"beta": 0.2}),
+    "dapo, unbiased k3": (
+        "dapo", PRESETS["dapo"].but(kl=fa.KL("k3", 0.2, "unbiased")), {"beta": 0.2, "use_bias_correction_kl": True},
+    ),
+}  # fmt: skip
+
+
+# With importance weights per token Liger's luspo takes the mean over padded positions too; TRL's, as ours, does not.
+LIGER_RUNS = [(name, weighted) for name in LIGER for weighted in (False, True) if (name, weighted) != ("luspo", True)]
+
+
+@pytest.mark.parametrize(("name", "weighted"), LIGER_RUNS)
+def test_liger(name: str, weighted: bool) -> None:
+    """The chunked GRPO losses, which Liger makes from the last hidden states, against linear_policy_loss."""
+    liger = pytest.importorskip("liger_kernel.chunked_loss", reason="`make peers` installs Liger-Kernel")
+    loss_type, config, options = LIGER[name]
+    options = {"epsilon_low": 0.1, "epsilon_high": 0.15, "beta": 0.0, "temperature": 0.7} | options
+    if config.loss in ("ppo", "gspo"):
+        config = config.but(clip_low=0.1, clip_high=0.15)
+    c = Case(3, full=True)
+    g = torch.Generator().manual_seed(9)
+    vocab, width = 37, 16
+    labels = torch.randint(0, vocab, (B, T), generator=g)
+    hidden, weight = torch.randn(B, T, width, generator=g), 0.3 * torch.randn(vocab, width, generator=g)
+    log_probs = fa.linear_log_probs(hidden, weight, labels, temperature=0.7).log_probs
+    old, ref = (log_probs + 0.4 * torch.randn(B, T, generator=g) for _ in range(2))
+    is_weights = 2 * torch.rand(B, T, generator=g) if weighted else None
+    results = []
+    for mine in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        if mine:
+            loss = fa.linear_policy_loss(
+                *leaves, labels, old, c.rows.float(), c.mask, config=config, temperature=0.7, is_weights=is_weights,
+                ref_log_probs=ref if config.kl else None, backend="cpu",
+            ).loss  # fmt: skip
+        else:
+            peer = liger.LigerFusedLinearGRPOLoss(
+                compiled=False, use_ref_model=config.kl is not None, loss_type=loss_type, **options
+            )
+            loss, _ = peer(
+                *leaves, labels, c.mask.float(), c.rows.float(), old_per_token_logps=old, ref_per_token_logps=ref,
+                vllm_is_ratio=is_weights,
+            )  # fmt: skip
+        loss.backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)

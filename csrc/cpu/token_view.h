@@ -64,7 +64,9 @@ struct Rows {
   void validate() const {
     if (count < 0 || tokens < 0 || width < 0) throw std::invalid_argument("negative size");
     if (!cu_seqlens) {
-      if (count * width != tokens) throw std::invalid_argument("rows * width is not the number of tokens");
+      int64_t product;
+      if (__builtin_mul_overflow(count, width, &product) || product != tokens)
+        throw std::invalid_argument("rows * width is not the number of tokens");
       return;
     }
     if (cu_seqlens[0] != 0 || cu_seqlens[count] != tokens)

@@ -170,12 +170,11 @@ def launch_into(
         log_probs, inputs.old_log_probs, inputs.mask, inputs.advantages, inputs.turn_ids, inputs.token_weights,
         inputs.is_weights, inputs.rollout_log_probs, inputs.ref_log_probs, entropy,
     )  # fmt: skip
-    per_row = (
-        inputs.segment_offsets, inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights,
-    )  # fmt: skip
+    offsets = (native.address(inputs.segment_offsets), inputs.advantages.numel())
+    per_row = (inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights)
     faults = native.module().policy_loss(
         native.rows(rows),
-        (*map(native.view, per_token), *map(native.address, per_row)),
+        (*map(native.view, per_token), offsets, *map(native.address, per_row)),
         formula.advantage_kind,
         1.0 if inputs.scale is None else float(inputs.scale),
         formula[1:],

@@ -27,7 +27,7 @@ def launch_into(
         native.rows(rows),
         values.dtype == torch.float64,
         native.address(values),
-        native.address(offsets),
+        (native.address(offsets), values.numel()),
         native.view(turn_ids),
         native.view(mask),
         native.address(tokens),

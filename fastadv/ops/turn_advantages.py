@@ -53,7 +53,7 @@ def _launch(
     native.module().turn_advantages(
         *kernel_arguments(tensors, include, rule),
         tuple(native.address(t) for t in table),
-        native.address(offsets),
+        (native.address(offsets), segments),
         kappa,
         shrink_to_mean,
         wide,
