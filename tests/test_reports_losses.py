@@ -178,13 +178,14 @@ def test_k03_the_denominator_leaves_masked_sequences_out(backend: str) -> None:
 
 @ON
 @pytest.mark.parametrize("preset", [name for name, config in PRESETS.items() if config.loss in NATIVE_LOSSES])
-def test_k04_all_completions_truncated(preset: str, backend: str) -> None:
-    """TRL#3248, NeMo-RL#158."""
+def test_k04_k05_all_completions_truncated(preset: str, backend: str) -> None:
+    """TRL#3248; NeMo-RL#158 and OpenRLHF#1240, whose KL metric was NaN too."""
     config = PRESETS[preset].but(horizon=4.0)
     out, gradient = run(-torch.rand(2, 4), -torch.rand(2, 4), torch.ones(2), torch.zeros(2, 4), config=config,
                         backend=backend)  # fmt: skip
     assert out.loss.item() == 0
     assert gradient.abs().sum() == 0
+    assert all(float(value) == 0 for value in out.metrics.values())
 
 
 @ON
