@@ -76,9 +76,14 @@ def group_index(group_ids: Labels, *, op: str = "group_index") -> GroupIndex:
         validation.tensor(op, "group_ids", group_ids, dtypes=(*validation.INTEGERS, torch.bool))
         return _from_integers(op, group_ids)
     labels = np.asarray(group_ids) if not isinstance(group_ids, np.ndarray) and _all_integers(group_ids) else group_ids
-    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iub":
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iub" and not _beyond_int64(labels):
         return _from_integers(op, torch.from_numpy(labels.astype(np.int64)))
     return _from_integers(op, _number_by_appearance(op, labels))
+
+
+def _beyond_int64(labels: np.ndarray) -> bool:
+    """Whether unsigned labels would wrap around to negative ones."""
+    return labels.dtype == np.uint64 and bool((labels > np.iinfo(np.int64).max).any())
 
 
 def _all_integers(labels: Sequence[Any]) -> bool:

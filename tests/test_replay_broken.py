@@ -173,7 +173,7 @@ def test_any_value_in_any_field_of_a_verl_log(tmp_path: Path, field: str) -> Non
 def test_scores_that_are_missing_are_noted(tmp_path: Path) -> None:
     lines = [{"input": "q", "output": "a", "score": score, "step": 1} for score in (None, math.nan, 1.0)]
     notes = read(write_verl(tmp_path / "1.jsonl", lines), ReadOptions()).notes
-    assert notes[1:] == ["2 rollouts have no score (null or NaN): counted as INFRA"]
+    assert notes[1:] == ["2 rollouts without a score (null or NaN): counted as INFRA"]
 
 
 # ---- what the messages say -------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_offsets_in_a_file_are_checked_whatever_the_environment_says(tmp_path: P
     ("changes", "message"),
     [
         ({"index": 2**70}, "sample 1: 'index' has 71 bits; it must fit into 64"),
-        ({"rollout_id": [5]}, "sample 1: 'rollout_id' is a list"),
+        ({"rollout_id": [5]}, "sample 1: 'rollout_id' is a list; it must be an integer or a text"),
         ({"rollout_id": {}}, "sample 1: 'rollout_id' is a dict"),
         ({"reward": 10**400}, "sample 1: the reward is an integer of 1329 bits; a reward is finite and at most"),
         ({"reward": math.inf}, "sample 1: the reward is inf; a reward is finite"),
