@@ -18,11 +18,16 @@ class GroupIndex:
     """Which rows belong together. Built once per batch by `group_index`; every op takes it in place of labels.
 
     Groups are numbered by first appearance, so the index depends on which labels are equal and on nothing else.
+
+    Attributes:
+        index: `[B]` int64, number of each row's group.
+        order: `[B]` int64, rows by group, in row order within a group.
+        offsets: `[G + 1]` int64; group g's rows are `order[offsets[g] : offsets[g + 1]]`.
     """
 
-    index: Tensor  # [B] int64: number of each row's group
-    order: Tensor  # [B] int64: rows by group, in row order within a group
-    offsets: Tensor  # [G + 1] int64: group g's rows are order[offsets[g] : offsets[g + 1]]
+    index: Tensor  # [B]
+    order: Tensor  # [B]
+    offsets: Tensor  # [G + 1]
 
     def __post_init__(self) -> None:
         validation.index_fields(self, "index", "order", "offsets")
