@@ -108,7 +108,7 @@ def undocumented(function: Callable[..., Any]) -> list[str]:
     if not signature.parameters:
         return [] if text else ["a docstring"]
     lacking = [section for section in ("Args:", "Returns:", "Raises:") if f"\n    {section}\n" not in text]
-    arguments = text.partition("Args:")[2].partition("Returns:")[0]
+    arguments = re.sub(r",\n +", ", ", text.partition("Args:")[2].partition("Returns:")[0])  # names over two lines
     named = {name for names in re.findall(r"^ +([\w, ]+):", arguments, re.MULTILINE) for name in names.split(", ")}
     return lacking + [name for name in signature.parameters if name not in named]
 

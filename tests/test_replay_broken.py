@@ -278,6 +278,9 @@ def test_a_label_is_short_however_deep_its_object(tmp_path: Path) -> None:
     assert label_text([{"role": "user", "content": "  hello\n there "}]) == "hello there"
     assert label_text("task 5", "id-5") == "id-5: task 5"
     assert label_text("x" * 100, width=10) == "x" * 9 + "…"
+    assert label_text(7, 5) == "5: 7"
+    assert label_text(10**5000, [1]) == "(no text: int)"
+    assert len(label_text("x" * 10**8, "y" * 10**8)) == 80
     assert len(label_text(deep(10**5), {"a": [1] * 1000})) <= 80
 
 

@@ -136,7 +136,7 @@ def usable(rollouts: Rollouts, options: ReplayOptions) -> tuple[Batch, list[str]
     lost = int((~with_result).sum())
     if lost:
         batch = batch.select(with_result)
-        notes.append(f"left out, as without a result (INFRA): {counted(lost, 'rollout')}, with no vote and no loss")
+        notes.append(f"{counted(lost, 'rollout')} without a result (INFRA): left out of votes and losses")
     capped = batch.outcomes == Outcome.BUDGET
     if options.cap_reward == "zero" and bool((batch.rewards[capped] != 0).any()):
         changed = counted(int((batch.rewards[capped] != 0).sum()), "capped rollout")
@@ -144,8 +144,8 @@ def usable(rollouts: Rollouts, options: ReplayOptions) -> tuple[Batch, list[str]
         notes.append(f"the reward of {changed} was set to 0 (--cap-reward logged keeps it)")
     single = int((batch.groups.sizes() == 1).sum())
     if single:
-        groups = counted(batch.groups.num_groups, "group")
-        notes.append(f"advantage 0 for the only rollout with a result of its group: {single:,} of {groups}")
+        groups = f"{single:,} of {counted(batch.groups.num_groups, 'group')}"
+        notes.append(f"{groups} with a single rollout that has a result: its advantage is 0")
     return batch, notes
 
 

@@ -155,8 +155,8 @@ def _why_negative(result: ReplayResult) -> str:
     arms = "Leave-one-out baselines (every arm)" if result.options.baseline == "loo" else "Leave-one-out (arm e)"
     return (
         f"{arms} may explain less than 0: R - b is then G / (G - 1) times the distance from the group's mean, "
-        f"so where turns tell nothing about R it is about 1 - (G / (G - 1))², {1 - (size / (size - 1)) ** 2:.2f} for "
-        f"groups of {size}. Compare arms with each other, not with 0."
+        "so where neither turns nor lengths tell anything about R it is about 1 - (G / (G - 1))², "
+        f"{1 - (size / (size - 1)) ** 2:.2f} for groups of {size}. Compare arms with each other, not with 0."
     )
 
 

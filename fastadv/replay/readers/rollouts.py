@@ -119,11 +119,17 @@ def label_text(prompt: object, name: object = None, width: int = 80) -> str:
     """
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content", "")
-    texts = [f"{name}:"] if isinstance(name, int) and abs(name) < 2**63 else []
-    texts += [f"{name[: 4 * width]}:"] if isinstance(name, str) else []
-    texts.append(prompt[: 4 * width] if isinstance(prompt, str) else f"(no text: {type(prompt).__name__})")
-    text = " ".join(" ".join(texts).split())
+    named, shown = _beginning(name, 4 * width), _beginning(prompt, 4 * width)
+    text = f"{named}: " if named is not None else ""
+    text = " ".join((text + (f"(no text: {type(prompt).__name__})" if shown is None else shown)).split())
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _beginning(value: object, length: int) -> str | None:
+    """The beginning of a text, or a number; None for anything else."""
+    if isinstance(value, str):
+        return value[:length]
+    return str(value) if isinstance(value, int) and abs(value) < 2**63 else None
 
 
 def names_of(keys: Iterable[object]) -> str:
