@@ -86,7 +86,7 @@ def unpacked_size(path: Path) -> int:
     if unpacked > LARGEST_EXPANSION * size:
         raise ReplayError(
             f"{path} has {size:,} bytes, which would unpack to {unpacked:,}: more than {LARGEST_EXPANSION} times as "
-            "many, which no rollouts do"
+            "many, which no rollouts do. torch.save does not compress: save the rollouts with it again"
         )
     return unpacked
 
