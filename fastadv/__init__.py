@@ -1,7 +1,7 @@
 """fastadv: the advantage-and-loss step of RL post-training for LLM agents, as exact fused kernels with PyTorch
 references."""
 
-from fastadv.arms import Arm, ArmResult, question_one_arms
+from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch, TokenIds, pad, unpad
 from fastadv.coins import keep
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
@@ -53,6 +53,7 @@ __all__ = [
     "checks",
     "covariance_selection",
     "denominators",
+    "freeze",
     "freeze_statistics",
     "global_norm",
     "group_advantages",

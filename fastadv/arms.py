@@ -22,10 +22,15 @@ ARM_SINGLETONS = ("zero", "raw")
 
 
 class ArmResult(NamedTuple):
-    """What an arm makes of a batch."""
+    """What an arm makes of a batch.
 
-    advantages: SegmentTable  # constant on each (rollout, turn); 0 for excluded rollouts
-    weights: Tensor  # [B] float32: 0 for excluded rollouts, else 1; multiplies numerators, never denominators
+    Attributes:
+        advantages: one a (rollout, turn); 0 for excluded rollouts.
+        weights: `[B]` float32, 0 for excluded rollouts, else 1. They multiply numerators, never denominators.
+    """
+
+    advantages: SegmentTable
+    weights: Tensor  # [B]
 
     @property
     def excluded(self) -> Tensor:
@@ -89,8 +94,8 @@ class Arm:
 
         Args:
             batch: the batch.
-            statistics: `freeze(batch, ...)` of the same batch: an arm with population "survivors" needs them frozen for
-                the outcomes that it excludes, a turn-reached one for its kappa.
+            statistics: `fastadv.freeze(batch, ...)` of the same batch: an arm with population "survivors" needs them
+                frozen for the outcomes that it excludes, a turn-reached one for its kappa.
             backend: "auto", "reference" or "cpu".
 
         Raises:
@@ -166,7 +171,21 @@ def question_one_arms(*, baseline: str = "loo", kappa: float = 2.0, seed: int = 
 def freeze(
     batch: Batch, *, excludes: tuple[Outcome, ...] = CAPPED, kappa: float = 2.0, backend: str = "auto"
 ) -> FrozenStatistics:
-    """Statistics of a batch, for arms that exclude these outcomes."""
+    """Freezes the statistics of a batch, for arms that exclude these outcomes.
+
+    Args:
+        batch: the unmasked batch.
+        excludes: outcomes that the arms with population "survivors" exclude; the other rollouts are the survivors.
+        kappa: shrinkage of the arms with a turn-reached baseline.
+        backend: "auto", "reference" or "cpu".
+
+    Returns:
+        FrozenStatistics for `Arm.apply`, with turns and denominators.
+
+    Raises:
+        ValueError, TypeError: a reward that is not finite (leave rollouts without a result out: `Batch.select`), a
+            negative kappa.
+    """
     include = torch.ones_like(batch.capped)
     for outcome in excludes:
         include &= batch.outcomes != outcome

@@ -78,10 +78,15 @@ LARGEST_ID = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class TokenIds:
-    """Prompt and response ids of each rollout, packed; a rollout's response is the end of its row."""
+    """Prompt and response ids of each rollout, packed; a rollout's response is the end of its row.
 
-    ids: Tensor  # [M] int32
-    cu_seqlens: Tensor  # [B + 1] int64
+    Attributes:
+        ids: `[M]` int32, from 0.
+        cu_seqlens: `[B + 1]` int64, ends of the rows in `ids`; the first is 0, the last M.
+    """
+
+    ids: Tensor  # [M]
+    cu_seqlens: Tensor  # [B + 1]
 
     def checked(self, op: str, lengths: Tensor) -> TokenIds:
         """The same ids as int32 and offsets as int64.
@@ -123,18 +128,31 @@ class Batch:
 
     Per-token tensors are packed `[N]` or padded `[B, T]`, responses only; `packed()` and `padded()` go from one to the
     other.
+
+    Attributes:
+        mask: `[N]` or `[B, T]` bool, tokens that the model sampled.
+        turn_ids: like mask, int32 or int64: turn of each token from 0, -1 outside of turns.
+        cu_seqlens: `[B + 1]` int64, ends of the rollouts; None: padded.
+        lengths: `[B]` int64, response tokens of each rollout, tool results included and padding not.
+        rewards: `[B]` float64; NaN only for rollouts without a result.
+        groups: which rollouts are of one prompt.
+        outcomes: `[B]` int64, values of Outcome.
+        capped: `[B]` bool, cut off by a cap, solved or not.
+        row_ids: `[B]` int64, what coins are tossed by: the same number in every pass over a rollout.
+        rollout_log_probs: like mask, log-probs under the sampler; None: not logged.
+        token_ids: prompt and response ids; None: not known.
     """
 
-    mask: Tensor  # [N] or [B, T] bool: tokens that the model sampled
-    turn_ids: Tensor  # like mask, int32: turn of each token, -1 outside of turns
-    cu_seqlens: Tensor | None  # [B + 1] int64; None: padded
-    lengths: Tensor  # [B] int64: response tokens
-    rewards: Tensor  # [B] float64
+    mask: Tensor  # [N] or [B, T]
+    turn_ids: Tensor  # like mask
+    cu_seqlens: Tensor | None  # [B + 1]
+    lengths: Tensor  # [B]
+    rewards: Tensor  # [B]
     groups: GroupIndex
-    outcomes: Tensor  # [B] int64, values of Outcome
-    capped: Tensor  # [B] bool: cut off by a cap, solved or not
-    row_ids: Tensor  # [B] int64: what coins are tossed by; the same in every pass over a rollout
-    rollout_log_probs: Tensor | None = None  # like mask, float32: under the sampler
+    outcomes: Tensor  # [B]
+    capped: Tensor  # [B]
+    row_ids: Tensor  # [B]
+    rollout_log_probs: Tensor | None = None  # like mask
     token_ids: TokenIds | None = None
 
     @classmethod

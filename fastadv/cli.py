@@ -8,18 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
-from fastadv.replay.errors import ReplayError, finite, plain
-
-if TYPE_CHECKING:  # torch takes seconds to import, and --help and a mistake need none of it
-    from fastadv.replay.pipeline import ReplayResult
+from fastadv.replay.errors import ReplayError, counted, finite, plain
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 console = Console()
@@ -71,7 +67,7 @@ class Bars:
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )  # fmt: skip
         with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-            task = progress.add_task(escape(title), total=total)
+            task = progress.add_task(escape(plain(title)), total=total)
             yield lambda done: progress.update(task, completed=done)
 
 
@@ -80,8 +76,8 @@ def replay(
     dumps: Annotated[
         list[Path],
         typer.Argument(
-            help="Logged rollouts: files or folders. Miles and slime dumps (--save-debug-rollout-data), verl rollout "
-            "JSON lines, or the portable format.",
+            help="Logged rollouts: files or folders, each file once. Miles and slime dumps "
+            "(--save-debug-rollout-data), verl rollout JSON lines, or the portable format.",
             show_default=False,
         ),
     ],
@@ -126,7 +122,7 @@ def replay(
     (a) no mask, R = 0 at the cap; (b) mask, all vote; (c) mask, survivors vote; (d) mask a random share; (e) no mask,
     turn-reached baseline.
 
-    Prints tables, and writes one page with plots and one JSON with all numbers.
+    Prints tables, and writes one page with plots and one JSON with all numbers (docs/report_json.md).
 
     Example: fastadv replay rollout_75.pt --policy checkpoint/ --out report/
     """
@@ -143,6 +139,7 @@ def replay(
     from fastadv.replay.policy import Policy
     from fastadv.replay.readers import ReadOptions, find
     from fastadv.replay.report import as_json
+    from fastadv.replay.terminal import safe, show
 
     options = ReplayOptions(
         baseline=baseline.value,
@@ -161,13 +158,13 @@ def replay(
     if policy is not None:
         model = Policy.load(policy, dtype=getattr(torch, dtype.value), temperature=temperature)
     result = run(paths, model, options, Bars())
-    show(result)
+    show(result, console)
     files = {out / PAGE: render(result), out / NUMBERS: as_json(result)}
     with _written(out):
         out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             write(path, text)
-    console.print(f"\nwrote {escape(str(out / PAGE))} and {escape(str(out / NUMBERS))}", soft_wrap=True)
+    console.print(f"\nwrote {safe(str(out / PAGE))} and {safe(str(out / NUMBERS))}", soft_wrap=True)
 
 
 def _claim(out: Path, overwrite: bool) -> None:
@@ -207,32 +204,11 @@ def write(path: Path, text: str) -> None:
             raise
 
 
-def show(result: ReplayResult) -> None:
-    """Prints a result's tables."""
-    from fastadv.replay.report import remarks, tables
-
-    for table in tables(result):
-        rich_table = RichTable(
-            title=escape(table.title), title_justify="left", title_style="bold", box=None, pad_edge=False
-        )
-        for column in table.columns:
-            rich_table.add_column(escape(column), overflow="fold")
-        for row in table.rows:
-            rich_table.add_row(*(escape(cell) for cell in row))
-        console.print()
-        console.print(rich_table)
-        console.print(f"[dim]{escape(table.caption)}[/dim]")
-    notes = remarks(result)
-    if notes:
-        console.print()
-        for note in notes:
-            console.print(f"• {escape(note)}")
-
-
 @app.command()
 def convert(
     dump: Annotated[
-        Path, typer.Argument(help="A dump with tokens, in any format that replay reads.", show_default=False)
+        Path,
+        typer.Argument(help="A dump with tokens, in any format that replay reads; or its folder.", show_default=False),
     ],
     out: Annotated[Path, typer.Argument(help="Safetensors file to write.", show_default=False)],
     reward_key: Annotated[str | None, typer.Option(help="Key of the reward where rewards are dictionaries.")] = None,
@@ -242,18 +218,22 @@ def convert(
     """Convert a dump to the portable format: one safetensors file, safe to open and fast to read."""
     finite("--solved-above", solved_above)
     with _written(out):
-        if out.exists():
+        if os.path.lexists(out):  # a link to nowhere too
             raise ReplayError(f"{out} exists already")
         if not out.absolute().parent.is_dir():
             raise ReplayError(f"{out} cannot be written: {out.parent} is no folder")
-    from fastadv.replay.readers import ReadOptions, portable, read
+    from fastadv.replay.readers import ReadOptions, find, portable, read
 
-    rollouts = read(dump, ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump))
+    path, *others = find([dump])
+    if others:
+        raise ReplayError(f"{dump} holds {1 + len(others)} dumps; convert takes one at a time")
+    rollouts = read(path, ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump))
     if rollouts.batch is None:
         raise ReplayError(f"{dump} cannot be converted: {rollouts.refused}")
     with _written(out):
         portable.write(out, rollouts.batch, rollouts.labels)
-    console.print(f"wrote {rollouts.batch.num_rollouts} rollouts to {escape(str(out))}", soft_wrap=True)
+    written = counted(rollouts.batch.num_rollouts, "rollout")
+    console.print(f"wrote {written} to {escape(plain(str(out)))}", soft_wrap=True)
 
 
 @app.command()

@@ -18,11 +18,16 @@ class GroupIndex:
     """Which rows belong together. Built once per batch by `group_index`; every op takes it in place of labels.
 
     Groups are numbered by first appearance, so the index depends on which labels are equal and on nothing else.
+
+    Attributes:
+        index: `[B]` int64, number of each row's group.
+        order: `[B]` int64, rows by group, in row order within a group.
+        offsets: `[G + 1]` int64; group g's rows are `order[offsets[g] : offsets[g + 1]]`.
     """
 
-    index: Tensor  # [B] int64: number of each row's group
-    order: Tensor  # [B] int64: rows by group, in row order within a group
-    offsets: Tensor  # [G + 1] int64: group g's rows are order[offsets[g] : offsets[g + 1]]
+    index: Tensor  # [B]
+    order: Tensor  # [B]
+    offsets: Tensor  # [G + 1]
 
     def __post_init__(self) -> None:
         validation.index_fields(self, "index", "order", "offsets")
@@ -76,9 +81,14 @@ def group_index(group_ids: Labels, *, op: str = "group_index") -> GroupIndex:
         validation.tensor(op, "group_ids", group_ids, dtypes=(*validation.INTEGERS, torch.bool))
         return _from_integers(op, group_ids)
     labels = np.asarray(group_ids) if not isinstance(group_ids, np.ndarray) and _all_integers(group_ids) else group_ids
-    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iub":
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iub" and not _beyond_int64(labels):
         return _from_integers(op, torch.from_numpy(labels.astype(np.int64)))
     return _from_integers(op, _number_by_appearance(op, labels))
+
+
+def _beyond_int64(labels: np.ndarray) -> bool:
+    """Whether unsigned labels would wrap around to negative ones."""
+    return labels.dtype == np.uint64 and bool((labels > np.iinfo(np.int64).max).any())
 
 
 def _all_integers(labels: Sequence[Any]) -> bool:

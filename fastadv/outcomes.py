@@ -14,20 +14,32 @@ from fastadv.groups import Labels, group_index
 
 
 class Outcome(enum.IntEnum):
-    """The four ways in which a rollout ends."""
+    """The four ways in which a rollout ends.
 
-    SOLVED = 0  # submitted and right; a rollout that was cut off but passed counts here
-    FAILED = 1  # submitted and wrong
-    BUDGET = 2  # hit the turn, length or context cap
-    INFRA = 3  # cancelled, timed out or dropped: no result exists
+    Attributes:
+        SOLVED: 0, submitted and right; a rollout that was cut off but passed counts here.
+        FAILED: 1, submitted and wrong.
+        BUDGET: 2, hit the turn, length or context cap without passing.
+        INFRA: 3, cancelled, timed out or dropped: no result exists, and the reward may be NaN.
+    """
+
+    SOLVED = 0
+    FAILED = 1
+    BUDGET = 2
+    INFRA = 3
 
 
 @dataclass(frozen=True)
 class Census:
-    """Counts of outcomes. Rates are shares of all rollouts."""
+    """Counts of outcomes. Rates are shares of all rollouts.
+
+    Attributes:
+        counts: rollouts by Outcome, all four of them.
+        by_group: `[G, 4]` int64, rollouts of each group by Outcome; None: groups were not given.
+    """
 
     counts: dict[Outcome, int]
-    by_group: Tensor | None  # [G, 4] int64, if groups were given
+    by_group: Tensor | None  # [G, 4]
 
     @property
     def total(self) -> int:

@@ -17,12 +17,18 @@ class Segments:
 
     Segment (row, turn) has the number `offsets[row] + turn`; a row has `1 + its largest turn id` of them, 0 if no token
     of it belongs to a turn.
+
+    Attributes:
+        turn_ids: `[N]` or `[B, T]` int32 or int64, turn of each token from 0, -1 outside of turns.
+        cu_seqlens: `[B + 1]` int64, ends of the rollouts if packed; None: padded.
+        offsets: `[B + 1]` int64, number of the first segment of each rollout, and S.
+        count: S, the number of segments.
     """
 
-    turn_ids: Tensor  # [N] or [B, T] int32 or int64: turn of each token, -1 outside turns
-    cu_seqlens: Tensor | None  # [B + 1] int64 if packed
-    offsets: Tensor  # [B + 1] int64
-    count: int  # S
+    turn_ids: Tensor  # [N] or [B, T]
+    cu_seqlens: Tensor | None  # [B + 1]
+    offsets: Tensor  # [B + 1]
+    count: int
 
     def __post_init__(self) -> None:
         op = "Segments"
@@ -74,9 +80,13 @@ class SegmentTable:
     """One number per segment: advantages that are constant on each (rollout, turn).
 
     A loss that gets a table looks its advantages up in the kernel; `fastadv.segment_tokens` writes them out per token.
+
+    Attributes:
+        values: `[S]` float32 (float64 from float64 rewards), in the order of the segments.
+        segments: which (rollout, turn) each value is of.
     """
 
-    values: Tensor  # [S] float32 (float64 from float64 rewards)
+    values: Tensor  # [S]
     segments: Segments
 
     def rollouts(self, first: int, last: int) -> SegmentTable:

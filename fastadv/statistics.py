@@ -20,11 +20,17 @@ from fastadv.segment_table import Segments
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """Moments over one set of voters."""
+    """Moments over one set of voters.
 
-    votes: Tensor  # [B] float64: 1 or 0
+    Attributes:
+        votes: `[B]` float64, 1 or 0.
+        moments: of each group.
+        turns: of each turn of each group; None: the batch's turns were not given.
+    """
+
+    votes: Tensor  # [B]
     moments: GroupMoments
-    turns: TurnMoments | None  # if the batch's turns were given
+    turns: TurnMoments | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +40,24 @@ class FrozenStatistics:
     Arms that differ in a mask must not differ in these, or the comparison measures the statistics. Standard deviations,
     counts and denominators come from the whole batch (`all`); a mean is over `all` or over `survivors`, whichever an
     arm asks for.
+
+    Attributes:
+        rewards: `[B]` float64, a copy.
+        groups: which rollouts are of one prompt.
+        all: moments over all rollouts.
+        survivors: moments over the rollouts with `include`; None: it was not given.
+        include: `[B]` bool, the survivors, a copy; None: it was not given.
+        segments: the (rollout, turn) pairs; None: turn ids were not given, and there are no turn-reached baselines.
+        denominators: counts of the unmasked batch; None: the mask was not given.
+        kappa: shrinkage of turn-reached baselines that these statistics are for.
+        ddof: delta degrees of freedom of standard deviations.
     """
 
-    rewards: Tensor  # [B] float64
+    rewards: Tensor  # [B]
     groups: GroupIndex
     all: Population
-    survivors: Population | None  # rows with `include`, if that was given
-    include: Tensor | None  # [B] bool
+    survivors: Population | None
+    include: Tensor | None  # [B]
     segments: Segments | None
     denominators: Denominators | None
     kappa: float

@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from op_cases import NATIVE
@@ -237,6 +238,13 @@ def test_census() -> None:
             fa.census(bad)
     with pytest.raises(ValueError, match="group_ids has 1 rows, outcomes has 2"):
         fa.census([0, 1], [0])
+
+
+def test_labels_beyond_int64_stay_apart() -> None:
+    largest = np.array([2**64 - 1, -1 % 2**64, 2**63, 5], dtype=np.uint64)
+    assert fa.group_index(largest).index.tolist() == [0, 0, 1, 2]
+    assert fa.group_index(np.array([7, 7, 3], dtype=np.uint64)).index.tolist() == [0, 0, 1]
+    assert fa.group_index([2**64 - 1, -1]).num_groups == 2
 
 
 # ---- coins -----------------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_any_value_in_any_field_of_a_verl_log(tmp_path: Path, field: str) -> Non
 def test_scores_that_are_missing_are_noted(tmp_path: Path) -> None:
     lines = [{"input": "q", "output": "a", "score": score, "step": 1} for score in (None, math.nan, 1.0)]
     notes = read(write_verl(tmp_path / "1.jsonl", lines), ReadOptions()).notes
-    assert notes[1:] == ["2 rollouts have no score (null or NaN): counted as INFRA"]
+    assert notes[1:] == ["2 rollouts without a score (null or NaN): counted as INFRA"]
 
 
 # ---- what the messages say -------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_offsets_in_a_file_are_checked_whatever_the_environment_says(tmp_path: P
     ("changes", "message"),
     [
         ({"index": 2**70}, "sample 1: 'index' has 71 bits; it must fit into 64"),
-        ({"rollout_id": [5]}, "sample 1: 'rollout_id' is a list"),
+        ({"rollout_id": [5]}, "sample 1: 'rollout_id' is a list; it must be an integer or a text"),
         ({"rollout_id": {}}, "sample 1: 'rollout_id' is a dict"),
         ({"reward": 10**400}, "sample 1: the reward is an integer of 1329 bits; a reward is finite and at most"),
         ({"reward": math.inf}, "sample 1: the reward is inf; a reward is finite"),
@@ -278,6 +278,9 @@ def test_a_label_is_short_however_deep_its_object(tmp_path: Path) -> None:
     assert label_text([{"role": "user", "content": "  hello\n there "}]) == "hello there"
     assert label_text("task 5", "id-5") == "id-5: task 5"
     assert label_text("x" * 100, width=10) == "x" * 9 + "…"
+    assert label_text(7, 5) == "5: 7"
+    assert label_text(10**5000, [1]) == "(no text: int)"
+    assert len(label_text("x" * 10**8, "y" * 10**8)) == 80
     assert len(label_text(deep(10**5), {"a": [1] * 1000})) <= 80
 
 

@@ -21,6 +21,7 @@ from fastadv.replay.pipeline import ReplayOptions, replay
 from fastadv.replay.policy import Policy, score
 from fastadv.replay.predictions import NO_DATA, SUPPORTED, p1_two_outcomes, two_outcome_prompts
 from fastadv.replay.readers import ReadOptions, read
+from fastadv.replay.report import remarks
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +242,8 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="--temperature is inf; it must be finite and above 0"):
         Policy(torch.nn.Linear(1, 1), 1, None, math.inf)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ReplayError, match=r"config\.json is a file; --policy takes the folder that it is in"):
+        Policy.load(tmp_path / "config.json")
     with pytest.raises(ReplayError, match="cannot be loaded as a policy"):
         Policy.load(tmp_path)
 
@@ -267,8 +270,33 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     lost = next(name for name in weights if name.endswith("c_attn.weight"))
     del weights[lost]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ReplayError, match=r"1 of its weights are missing or have another shape \(.*c_attn\.weight\)"):
+    message = r"1 weight missing or of another shape \(.*c_attn\.weight is missing\)"
+    with pytest.raises(ReplayError, match=message):
         Policy.load(tmp_path)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(write_policy(tmp_path) / "model.safetensors")
+    name = next(name for name in weights if name.endswith("ln_f.weight"))
+    weights[name] = torch.ones(3)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ReplayError, match=r"ln_f\.weight has shape \[3\] instead of \[16\]\); pass a complete"):
+        Policy.load(tmp_path)
+
+
+def test_weights_that_the_model_has_no_place_for_are_noted(tmp_path: Path, dump: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(write_policy(tmp_path) / "model.safetensors")
+    assert Policy.load(tmp_path).notes == ()
+    more = {f"value_head.\x1b{i}": torch.ones(1) for i in range(5)}
+    save_file({**weights, **more}, tmp_path / "model.safetensors", {"format": "pt"})
+    policy = Policy.load(tmp_path)
+    assert policy.notes[0].startswith("the model has no place for 5 weights of the checkpoint: value_head.")
+    result = replay([dump], policy, ReplayOptions(p1_prompts=1, buckets=False))
+    assert any("no place for 5 weights of the checkpoint: value_head. 0" in remark for remark in remarks(result))
 
 
 def test_a_gradient_that_is_not_finite(folder: Path, batch: fa.Batch) -> None:

@@ -86,18 +86,20 @@ def test_outcomes(tmp_path: Path, changes: dict[str, Any], outcome: Outcome, cap
 
 
 def test_what_may_be_missing(tmp_path: Path) -> None:
-    assert one(tmp_path, loss_mask=None).batch.mask.dtype == torch.bool
+    unmasked = one(tmp_path, loss_mask=None)
+    assert unmasked.batch.mask.dtype == torch.bool
+    assert unmasked.notes == ["1 sample without loss_mask: every response token counts as sampled"]
     without = one(tmp_path, rollout_log_probs=None)
     assert without.batch.rollout_log_probs is None
-    assert without.notes == ["1 samples have no rollout_log_probs: those of the others are not used"]
+    assert without.notes == ["1 sample without rollout_log_probs: those of the others are not used"]
     assert one(tmp_path, metadata=None).census().total == 2
     ungrouped = one(tmp_path, group_index=None)
     assert ungrouped.groups.num_groups == 2
-    assert ungrouped.notes == ["1 samples have no group_index: each is a group of its own"]
+    assert ungrouped.notes == ["1 sample without group_index: each is a group of its own"]
     repeated = one(tmp_path, index=0)
     assert repeated.batch.row_ids.tolist() == [0, 1]
-    assert one(tmp_path, remove_sample=True).notes[0].startswith("1 samples were marked by a sample filter")
-    assert one(tmp_path, reward=None).notes == ["1 finished samples have no reward (None or NaN): counted as INFRA"]
+    assert one(tmp_path, remove_sample=True).notes[0].startswith("1 sample marked by a sample filter: the marks are")
+    assert one(tmp_path, reward=None).notes == ["1 finished sample without a reward (None or NaN): counted as INFRA"]
     for name in ("metadata", "index", "loss_mask", "rollout_log_probs", "prompt"):
         assert one(tmp_path, **{name: DELETED}).census().total == 2
 
@@ -108,8 +110,27 @@ def test_rewards_in_dictionaries(tmp_path: Path) -> None:
     assert read(path, ReadOptions(reward_key="accuracy")).rewards.tolist() == [0.0, 1.0]
     with pytest.raises(ReplayError, match=r"sample 0: the reward is a dictionary; .*--reward-key \(accuracy, format\)"):
         read(path, ReadOptions())
-    with pytest.raises(ReplayError, match="the reward has no key 'score'"):
+    with pytest.raises(ReplayError, match="the reward has no key 'score'; it has accuracy, format"):
         read(path, ReadOptions(reward_key="score"))
+
+
+def test_a_reward_key_for_plain_rewards_is_noted(tmp_path: Path) -> None:
+    entries = [sample(RNG, 0, i) for i in range(3)]
+    entries[0]["reward"] = {"accuracy": 1.0}
+    options = ReadOptions(reward_key="accuracy")
+    notes = read(write_dump(tmp_path / "dump.pt", entries), options).notes
+    assert notes == ["--reward-key does not apply to 2 samples: the reward is no dictionary"]
+    assert (
+        "--reward-key does not apply: verl" in read(write_verl(tmp_path / "1.jsonl", [verl_line()]), options).notes[1]
+    )
+    path, _ = portable_file(tmp_path)
+    assert "--reward-key does not apply: the portable format" in read(path, options).notes[0]
+
+
+def test_text_labels_of_groups(tmp_path: Path) -> None:
+    rollouts = one(tmp_path, group_index="django-1")
+    assert rollouts.groups.index.tolist() == [0, 1]
+    assert rollouts.notes == []
 
 
 def test_arrays_and_tensors_in_place_of_lists(tmp_path: Path) -> None:
@@ -128,23 +149,25 @@ def test_arrays_and_tensors_in_place_of_lists(tmp_path: Path) -> None:
         ({"response_length": DELETED}, "sample 1 has no 'response_length'"),
         ({"status": DELETED}, "sample 1 has no 'status'"),
         ({"status": "done"}, "'status' is 'done'; Miles and slime write completed"),
-        ({"status": 3}, "'status' is a int"),
-        ({"tokens": "abc"}, "'tokens' is a str"),
+        ({"status": 3}, "'status' is a int; it must be a text"),
+        ({"tokens": "abc"}, "'tokens' is a str; it must be a list of numbers"),
         ({"tokens": [1, "x"]}, "'tokens' holds something that is no number"),
         ({"tokens": [-5] * 50}, r"'tokens' holds an id outside of \[0, 2147483647\]"),
         ({"tokens": [2**40] * 50}, "'tokens' holds an id outside"),
-        ({"tokens": [[1, 2]]}, "'tokens' has 2 dimensions"),
+        ({"tokens": [[1, 2]]}, r"'tokens' holds something that is no number \(a list\)"),
+        ({"tokens": torch.ones(2, 2, dtype=torch.int64)}, "'tokens' has 2 dimensions"),
         ({"response_length": 10**6}, "'response_length' is 1000000 of"),
         ({"response_length": -1}, "'response_length' is -1 of"),
-        ({"response_length": 2.5}, "'response_length' is a float"),
+        ({"response_length": 2.5}, "'response_length' is a float; it must be an integer"),
+        ({"response_length": 10**600}, "'response_length' has 1994 bits; it must fit into 64"),
         ({"loss_mask": [1]}, "'loss_mask' has 1 entries for"),
         ({"loss_mask": [0.5] * 100}, "'loss_mask' has 100 entries for"),
         ({"rollout_log_probs": [0.0]}, "'rollout_log_probs' has 1 entries for"),
         ({"rollout_log_probs": ["a"]}, "'rollout_log_probs' holds something that is no number"),
         ({"reward": "good"}, "the reward is a str"),
         ({"reward": [1.0]}, "the reward is a list"),
-        ({"group_index": 1.5}, "'group_index' is a float"),
-        ({"metadata": "none"}, "'metadata' is a str"),
+        ({"group_index": 1.5}, "'group_index' is a float; it must be an integer or a text"),
+        ({"metadata": "none"}, "'metadata' is a str; it must be a dictionary"),
         ({"rollout_id": 7}, None),
     ],
 )
@@ -207,16 +230,19 @@ def test_code_in_a_dump_is_not_executed(tmp_path: Path, legacy: bool, where: str
     else:
         dump["metadata"] = Malicious(target)
     torch.save(dump, path, _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(ReplayError, match=r"holds more than plain data and was refused; nothing in it was executed"):
+    message = r"holds more than plain data and was refused; nothing in it was executed \(it names posix\.system\)"
+    with pytest.raises(ReplayError, match=message) as caught:
         read(path, ReadOptions())
+    assert "weights_only" not in str(caught.value)
     assert not target.exists()
 
 
 def test_a_bare_pickle_is_not_executed(tmp_path: Path) -> None:
     target, path = tmp_path / "executed", tmp_path / "evil.pt"
     path.write_bytes(pickle.dumps({"samples": [Malicious(target)]}))
-    with pytest.raises(ReplayError):
+    with pytest.raises(ReplayError, match=r"evil\.pt .*refused") as caught:
         read(path, ReadOptions())
+    assert "weights_only" not in str(caught.value)
     assert not target.exists()
 
 
@@ -266,6 +292,10 @@ def attempt(path: Path) -> Rollouts | ReplayError:
         (b"PK\x03\x04garbage", "is truncated or no torch file"),
         (b"\x80\x04garbage", "garbage.bin"),
         (b'{"input": 1', "line 1 is no JSON"),
+        (b'{\n "input": "a",\n', "a log has one object a line"),
+        (b'[{"input": "a"}]', "is a JSON array; verl's log has one object a line"),
+        ("{}".encode("utf-16"), "is UTF-16 text; verl's log is UTF-8"),
+        (b"\n" * 100, "holds no rollouts"),
     ],
 )
 def test_a_foreign_file(tmp_path: Path, content: bytes, message: str) -> None:
@@ -280,6 +310,9 @@ def test_finding_dumps(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     assert [p.name for p in find([tmp_path])] == ["a.pt", "b.pt", "c.jsonl"]
     assert find([tmp_path / "notes.txt"]) == [tmp_path / "notes.txt"]
+    (tmp_path / "link.pt").symlink_to("b.pt")
+    several = find([tmp_path / "c.jsonl", tmp_path, tmp_path / "link.pt", tmp_path / "." / "a.pt"])
+    assert [p.name for p in several] == ["c.jsonl", "a.pt", "b.pt"]  # each file once
     with pytest.raises(ReplayError, match="does not exist"):
         find([tmp_path / "absent.pt"])
     (tmp_path / "empty").mkdir()
@@ -320,6 +353,13 @@ def test_a_verl_log_that_is_wrong(tmp_path: Path, text: str, message: str) -> No
     path.write_text(text)
     with pytest.raises(ReplayError, match=message):
         read(path, ReadOptions())
+
+
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"\xef\xbb\xbf\n\n", b"\n" * 100 + b"  "])
+def test_a_verl_log_with_a_byte_order_mark_or_blank_lines(tmp_path: Path, before: bytes) -> None:
+    path = tmp_path / "3.jsonl"
+    path.write_bytes(before + json.dumps(verl_line()).encode())
+    assert read(path, ReadOptions()).rewards.tolist() == [1.0]
 
 
 def test_a_verl_log_in_another_encoding(tmp_path: Path) -> None:
@@ -385,6 +425,11 @@ def test_a_minimal_portable_file(tmp_path: Path) -> None:
     wrong("not of rollouts", {"format": "other"})
     wrong("has version '2' of the format", {"version": "2"})
     wrong("group_labels is no JSON", {"group_labels": "["})
+    wrong("group_labels is no JSON", {"group_labels": "[" * 90_000 + "]" * 90_000})
+    wrong("rewards has dtype torch.complex64; the format has float64 or float32", rewards=torch.ones(2) * 1j)
+    wrong("rewards has dtype torch.bool", rewards=torch.ones(2, dtype=torch.bool))
+    wrong("rewards has dtype torch.int64", rewards=torch.ones(2, dtype=torch.int64))
+    wrong("turn_ids of rollout 1 reach 1, but it has 1 token; turns count from 0", turn_ids=torch.tensor([0, 1, 1]))
     wrong("group_labels must be a list of 1 texts", {"group_labels": "[]"})
 
 
@@ -396,3 +441,23 @@ def test_a_broken_portable_file(tmp_path: Path) -> None:
         broken.write_bytes(data[:cut])
         with pytest.raises(ReplayError, match="is truncated or no safetensors file"):
             read(broken, ReadOptions())
+
+
+def test_a_portable_file_that_contradicts_itself_is_noted(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "rollouts.safetensors"
+    tensors = {
+        "cu_seqlens": torch.arange(5),
+        "mask": torch.ones(4, dtype=torch.bool),
+        "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        "group_ids": torch.tensor([9, 9, 9, 9]),
+        "outcomes": torch.tensor([0, 0, 1, 2]),
+        "row_ids": torch.tensor([3, 4, 4, 4]),
+    }
+    save_file(tensors, path, {"format": "fastadv rollouts", "version": "1"})
+    assert read(path, ReadOptions()).notes == [
+        "1 rollout marked solved with a reward of 0 or less, 1 marked failed with more (--solved-above): outcomes are "
+        "taken as the file has them",
+        "2 row ids repeated: rollouts with one id share their coin",
+    ]

@@ -26,13 +26,20 @@ class Denominators:
 
     A loss that is given this object divides by the field that its configuration names, so the sum over micro-batches,
     accumulation steps and ranks is the loss of the whole step.
+
+    Attributes:
+        tokens: tokens with a non-zero mask.
+        sequences: rollouts with at least one such token.
+        candidates: all rollouts, those without a token included.
+        horizon: constant length in tokens for "seq-mean-token-sum-norm" (Dr. GRPO); None: not given.
+        ranks: data-parallel ranks whose gradients the trainer averages; the loss is multiplied by it.
     """
 
-    tokens: Number  # tokens with a non-zero mask
-    sequences: Number  # rollouts with at least one such token
-    candidates: Number  # all rollouts, those without a token included
-    horizon: float | None = None  # constant length for seq-mean-token-sum-norm (Dr. GRPO), in tokens
-    ranks: int = 1  # data-parallel ranks whose gradients the trainer averages: the loss is multiplied by it
+    tokens: Number
+    sequences: Number
+    candidates: Number
+    horizon: float | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "candidates"):

@@ -12,7 +12,16 @@ class ReplayError(Exception):
 
 def plain(text: str) -> str:
     """Untrusted text in one line without control characters, so that no terminal acts on it."""
-    return "".join(" " if unicodedata.category(c).startswith("C") else c for c in text)
+    return "".join(" " if unicodedata.category(c) in _CONTROLS else c for c in text)
+
+
+# Controls, formats (which turn text around), surrogates, private and unassigned characters, line and paragraph ends.
+_CONTROLS = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: "1 prompt", "2,000 prompts"."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def finite(option: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:

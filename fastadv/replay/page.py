@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib.resources import files
 
+from fastadv.replay.errors import counted
 from fastadv.replay.pipeline import ReplayResult
 from fastadv.replay.plots import figures
-from fastadv.replay.report import remarks, tables
+from fastadv.replay.report import headline, remarks, tables, warnings
 
 
 def render(result: ReplayResult) -> str:
@@ -18,16 +19,11 @@ def render(result: ReplayResult) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(files("fastadv.replay").joinpath("page.html").read_text(encoding="utf-8"))
     return template.render(
-        result=result,
         headline=headline(result),
+        total=counted(result.census.total, "rollout"),
+        warnings=warnings(result),
         remarks=remarks(result),
         tables=tables(result),
         figures=figures(result),  # drawn from numbers; the only part that is not escaped
         version=__version__,
     )
-
-
-def headline(result: ReplayResult) -> str:
-    """What came out, in one sentence."""
-    verdicts = [f"{p.name}: {p.verdict}" for p in result.predictions]
-    return ". ".join(verdicts) + "." if verdicts else "Census only."

@@ -16,7 +16,7 @@ from fastadv.arms import Arm, freeze, question_one_arms
 from fastadv.batch import Batch
 from fastadv.outcomes import Census, Outcome
 from fastadv.replay.arm_table import ArmRow, PromptSums, arm_row, prompt_sums
-from fastadv.replay.errors import ReplayError, finite
+from fastadv.replay.errors import ReplayError, counted, finite
 from fastadv.replay.gradients import GradientCells, GradientRow, compare, noise_floor
 from fastadv.replay.policy import Policy, score
 from fastadv.replay.predictions import Prediction, p1_two_outcomes, p7_variance_drop, two_outcome_prompts
@@ -100,8 +100,9 @@ class ReplayResult:
     agreement: Agreement | None
     predictions: list[Prediction]
     turns_by_outcome: dict[Outcome, Tensor]  # [L] rollouts by number of turns, from 0
-    reward_by_turn: Tensor  # [L, 2]: rollouts that reached the turn, and the sum of their rewards
-    parameters: int | None
+    reward_by_turn: Tensor  # [L, 2], row l for turn l + 1: rollouts that reached it, and the sum of their rewards
+    parameters: int | None  # of the policy; None: no policy
+    policy_notes: tuple[str, ...]
 
     @property
     def census(self) -> Census:
@@ -135,15 +136,16 @@ def usable(rollouts: Rollouts, options: ReplayOptions) -> tuple[Batch, list[str]
     lost = int((~with_result).sum())
     if lost:
         batch = batch.select(with_result)
-        notes.append(f"{lost} rollouts without a result (INFRA) are left out: they neither vote nor enter a loss")
+        notes.append(f"{counted(lost, 'rollout')} without a result (INFRA): left out of votes and losses")
     capped = batch.outcomes == Outcome.BUDGET
     if options.cap_reward == "zero" and bool((batch.rewards[capped] != 0).any()):
-        changed = int((batch.rewards[capped] != 0).sum())
+        changed = counted(int((batch.rewards[capped] != 0).sum()), "capped rollout")
         batch = replace(batch, rewards=torch.where(capped, 0.0, batch.rewards))
-        notes.append(f"the reward of {changed} capped rollouts was set to 0 (--cap-reward logged keeps it)")
+        notes.append(f"the reward of {changed} was set to 0 (--cap-reward logged keeps it)")
     single = int((batch.groups.sizes() == 1).sum())
     if single:
-        notes.append(f"{single} of {batch.groups.num_groups} groups have one rollout with a result: its advantage is 0")
+        groups = f"{single:,} of {counted(batch.groups.num_groups, 'group')}"
+        notes.append(f"{groups} with a single rollout that has a result: its advantage is 0")
     return batch, notes
 
 
@@ -279,6 +281,7 @@ class _Run:
             turns_by_outcome=self.turns,
             reward_by_turn=self.reached,
             parameters=None if self.policy is None else self.policy.size,
+            policy_notes=() if self.policy is None else self.policy.notes,
         )
 
 

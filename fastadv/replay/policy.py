@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastadv.batch import Batch
-from fastadv.replay.errors import ReplayError, finite
+from fastadv.replay.errors import ReplayError, counted, finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,7 @@ class Policy:
     vocabulary: int
     context: int | None  # longest sequence, if the configuration says
     temperature: float = 1.0
+    notes: tuple[str, ...] = ()  # what the report says about the checkpoint
 
     def __post_init__(self) -> None:
         finite("--temperature", self.temperature, above=0)
@@ -36,31 +38,41 @@ class Policy:
         try:
             import transformers
         except ImportError as error:
-            raise ReplayError(f"--policy needs transformers ({error}): pip install 'fastadv[replay]'") from error
+            raise ReplayError(
+                f"--policy needs transformers ({error}): pip install 'transformers>=4.56', or '.[replay]' where "
+                "fastadv's source is"
+            ) from error
+        if folder.is_file():
+            raise ReplayError(f"{folder} is a file; --policy takes the folder that it is in ({folder.parent})")
         if not (folder / "config.json").is_file():
             raise ReplayError(f"{folder} is no policy: it has no config.json (a folder as save_pretrained writes it)")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
-            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
-                output_loading_info=True,
-            )  # fmt: skip
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
+                    output_loading_info=True, ignore_mismatched_sizes=True,  # reported below, by name
+                )  # fmt: skip
         except Exception as error:  # transformers has many ways to say that a checkpoint is broken
             raise ReplayError(f"{folder} cannot be loaded as a policy ({type(error).__name__}: {error})") from error
-        absent = sorted(str(key) for name in ("missing_keys", "mismatched_keys") for key in loading.get(name, ()))
+        absent = [f"{key} is missing" for key in sorted(loading.get("missing_keys", ()))]
+        absent += [_mismatch(key) for key in sorted(loading.get("mismatched_keys", ()), key=str)]
         if absent:  # transformers would draw them at random
-            named = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
             raise ReplayError(
-                f"{folder} cannot be used as a policy: {len(absent)} of its weights are missing or have another shape "
-                f"({named}); pass a complete checkpoint"
+                f"{folder} cannot be used as a policy: {counted(len(absent), 'weight')} missing or of another shape "
+                f"({_first(absent)}); pass a complete checkpoint that fits its config.json"
             )
+        unused = sorted(map(str, loading.get("unexpected_keys", ())))
+        notes = [f"the model has no place for {counted(len(unused), 'weight')} of the checkpoint: {_first(unused)}"]
         model.eval()
         config = model.config.get_text_config()
         vocabulary, context = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
         if not isinstance(vocabulary, int):
             raise ReplayError(f"{folder} cannot be used as a policy: its configuration has no vocab_size")
-        return cls(model, vocabulary, context if isinstance(context, int) else None, temperature)
+        context = context if isinstance(context, int) else None
+        return cls(model, vocabulary, context, temperature, tuple(notes if unused else ()))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -106,6 +118,19 @@ class Policy:
         chosen = response[:, 1:]  # position p is predicted at p - 1
         scores: Tensor = logits[chosen].to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
         return scores.log_softmax(-1).gather(1, ids[:, 1:][chosen][:, None]).squeeze(1)  # [n, V] to [n]
+
+
+def _mismatch(key: Any) -> str:
+    """A weight of another shape; transformers gives its name, or its name and two shapes."""
+    if not isinstance(key, tuple):
+        return str(key)
+    name, *shapes = key
+    return f"{name} has shape {' instead of '.join(str(list(shape)) for shape in shapes)}"
+
+
+def _first(names: list[str]) -> str:
+    """The first three names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def token_range(batch: Batch, first: int, last: int) -> slice:

@@ -16,6 +16,7 @@ from fastadv.arms import CAPPED, Arm, freeze
 from fastadv.batch import Batch
 from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import PromptSums
+from fastadv.replay.errors import counted
 from fastadv.replay.gradients import Weighted, policy_gradients
 from fastadv.replay.policy import Policy
 from fastadv.segment_table import SegmentTable
@@ -52,7 +53,7 @@ def p7_variance_drop(
         seed: of the bootstrap.
     """
     threshold = f"supported from {P7_SUPPORTED:.0%}, falsified below {P7_FALSIFIED:.0%}"
-    claim = "the turn-reached baseline cuts per-token advantage variance by at least 20 % against the group mean"
+    claim = "the turn-reached baseline cuts the mean square advantage per token by at least 20 % against leave-one-out"
     a, e = reference.squares, turn_reached.squares  # [G]
     if not float(a.sum()) > 0:
         detail = "no group has a spread of rewards: there is no variance to cut"
@@ -66,7 +67,7 @@ def p7_variance_drop(
     verdict = SUPPORTED if drop >= P7_SUPPORTED else FALSIFIED if drop < P7_FALSIFIED else UNDECIDED
     clear = low >= P7_SUPPORTED if verdict == SUPPORTED else high < P7_FALSIFIED if verdict == FALSIFIED else False
     detail = (
-        "the whole interval is on this side"
+        "the whole interval is on that side of its threshold"
         if clear
         else "the interval reaches over the threshold: more prompts would help"
     )
@@ -78,10 +79,10 @@ def p7_variance_drop(
 P1_TOLERANCE = 1e-4  # rounding of a float32 backward pass; transformers' norms are float32 in any precision
 
 P1_IDENTITIES = {
-    "masked, mean baseline": "equals (1 - R) x the un-baselined reference",
-    "masked, leave-one-out": "equals G / (G - 1) x (1 - R) x the un-baselined reference",
+    "masked, mean baseline": "equals (1 - r) x the un-baselined reference; r is the prompt's mean reward",
+    "masked, leave-one-out": "equals G / (G - 1) x (1 - r) x the un-baselined reference",
     "survivors": "is zero with singleton 'zero'",
-    "residual": "masked - (1 - R) x the baselined reference equals R (1 - R) x mean score",
+    "residual": "masked - (1 - r) x the baselined reference equals r (1 - r) x mean score",
 }
 
 
@@ -137,13 +138,16 @@ def p1_residuals(policy: Policy, prompt: Batch, *, max_tokens: int) -> dict[str,
 def p1_two_outcomes(
     policy: Policy, prompts: list[Batch], *, max_tokens: int, progress: Callable[[int], None] = lambda done: None
 ) -> Prediction:
-    """P1: on two outcomes the masked gradient is (1 - R) times the un-baselined reference, prompt by prompt.
+    """P1: on two outcomes the masked gradient is (1 - mean reward) times the un-baselined reference, by prompt.
 
     It is a check of the pipeline, not a finding: the algebra is exact on any sample in which whatever is not solved ran
     into the cap, so it is made on the solved and the capped rollouts of each prompt. The identities hold to rounding or
     a statistic is not frozen.
     """
-    claim = "on two outcomes the masked gradient is (1 - R) x the un-baselined reference, and survivors give zero"
+    claim = (
+        "a self-check, not a finding: over a prompt's solved and capped rollouts alone, the masked gradient is "
+        "(1 - mean reward) x the un-baselined one, and the survivor baseline gives zero"
+    )
     threshold = f"largest relative residual below {P1_TOLERANCE:g}"
     if not prompts:
         detail = "no prompt has both a solved and a capped rollout"
@@ -159,5 +163,5 @@ def p1_two_outcomes(
     # By torch, which keeps a NaN where Python's max may drop it.
     worst = {name: float(torch.tensor([m[name] for m in measured]).max()) for name in P1_IDENTITIES}
     verdict = SUPPORTED if all(residual < P1_TOLERANCE for residual in worst.values()) else FALSIFIED
-    detail = f"largest residuals over {len(measured)} prompts, each with its solved and capped rollouts"
+    detail = f"largest residuals over {counted(len(measured), 'prompt')}, relative to the un-baselined gradient"
     return Prediction("P1", claim, worst, threshold, None, verdict, detail)

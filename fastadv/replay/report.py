@@ -6,18 +6,23 @@ import dataclasses
 import json
 import math
 import platform
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastadv.outcomes import Outcome
-from fastadv.replay.errors import plain
+from fastadv.replay.errors import counted, plain
 from fastadv.replay.gradients import DIFFICULTY_NAMES, TURN_NAMES
-from fastadv.replay.pipeline import ReplayResult
+from fastadv.replay.pipeline import Agreement, ReplayResult
+from fastadv.replay.predictions import NO_DATA, P7_SUPPORTED, SUPPORTED, Prediction
 
-FORMAT, VERSION = "fastadv replay", 1
+FORMAT, VERSION = "fastadv replay", 2  # docs/report_json.md describes it
 PROMPTS_SHOWN = 20
+# Of two independent halves with cosine c, a share c of each gradient's squared norm is signal, and 2c / (1 + c) of the
+# whole batch's: below a third, most of it is noise.
+NOISY = 1 / 3
 SAME_POLICY = 0.01  # mean |logged - policy| log-prob, in nats: engines' numerics differ by less, other weights by more
 
 
@@ -34,6 +39,11 @@ class Table:
 def number(value: float, digits: int = 3) -> str:
     """A number for people; a dash where there is none."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def times(value: float) -> str:
+    """A factor for people."""
+    return "–" if math.isnan(value) else f"{value:.2f}x"
 
 
 def percent(value: float) -> str:
@@ -93,8 +103,10 @@ def _census(result: ReplayResult) -> Table:
         ]
         for outcome in Outcome
     ]
-    caption = "If budget failures dominate what is not solved, their reward is known and a mask hides signal; if "
-    caption += "infrastructure failures do, successes may be missing."
+    caption = (
+        "BUDGET failures have a known reward, so a mask over them hides signal. INFRA rollouts have none: some might "
+        "have succeeded. Which of the two dominates what is not solved decides what a mask does."
+    )
     return Table("Outcome census", caption, ["outcome", "meaning", "rollouts", "share", "of unsolved"], rows)
 
 
@@ -105,10 +117,8 @@ def _prompts(result: ReplayResult) -> Table:
         for i, p in numbered[:PROMPTS_SHOWN]
     ]
     spread = sum(0 < p.counts[0] < sum(p.counts) for p in result.prompts)
-    caption = (
-        f"{len(result.prompts):,} prompts, {spread:,} of them with solved and unsolved rollouts. The {len(rows)} most "
-    )
-    caption += "mixed ones:"
+    caption = f"{counted(len(result.prompts), 'prompt')}, {spread:,} with both solved and unsolved rollouts. "
+    caption += "The most mixed first." if len(rows) == len(numbered) else f"The {len(rows)} most mixed:"
     return Table("Prompts", caption, ["#", "prompt", "solved", "failed", "budget", "infra", "mean reward"], rows)
 
 
@@ -126,12 +136,28 @@ def _arms(result: ReplayResult) -> Table:
         for arm in result.arms
     ]
     caption = (
-        "Per sampled token, prompts weighted by their tokens. E[A²]: mean square of the advantage as it enters the "
-        "loss; variance: of it within prompts; explained: 1 - E[(R - b)²] / Var(R) within prompts, over kept tokens; "
-        "b: mean baseline over rollouts; subsidy: what running into the cap is paid, mean over capped rollouts."
+        "Per sampled token, prompts weighted by their tokens; R is the reward, b the baseline. E[A²]: mean square of "
+        "the advantage as it enters the loss. variance: of that advantage within prompts. explained: "
+        "1 - E[(R - b)²] / Var(R) within prompts, over kept tokens. b: mean over rollouts. subsidy: what running into "
+        "the cap is paid, the mean over capped rollouts of b where the arm excludes them and 0 where it does not. "
     )
+    caption += _why_negative(result)
     columns = ["arm", "what it does", "E[A²]", "variance", "explained", "b", "subsidy"]
     return Table("Arms", caption, columns, rows)
+
+
+def _why_negative(result: ReplayResult) -> str:
+    """What "explained" means below 0, at the group size that most prompts have."""
+    sizes = Counter(size for size in (sum(p.counts[:3]) for p in result.prompts) if size > 1)
+    if not sizes:
+        return ""
+    size = sizes.most_common(1)[0][0]
+    arms = "Leave-one-out baselines (every arm)" if result.options.baseline == "loo" else "Leave-one-out (arm e)"
+    return (
+        f"{arms} may explain less than 0: R - b is then G / (G - 1) times the distance from the group's mean, "
+        "so where neither turns nor lengths tell anything about R it is about 1 - (G / (G - 1))², "
+        f"{1 - (size / (size - 1)) ** 2:.2f} for groups of {size}. Compare arms with each other, not with 0."
+    )
 
 
 def _denominators(result: ReplayResult) -> Table:
@@ -140,14 +166,15 @@ def _denominators(result: ReplayResult) -> Table:
             arm.name,
             percent(arm.kept_rollouts),
             percent(arm.kept_tokens),
-            number(arm.token_factor, 2) + "x",
-            number(arm.sequence_factor, 2) + "x",
+            times(arm.token_factor),
+            times(arm.sequence_factor),
         ]
         for arm in result.arms
     ]
     caption = (
-        "Denominators are frozen here. Recounted over what an arm keeps, they would multiply each kept token's weight: "
-        "a token-mean and a mean over sequences by the factors below, a constant divisor by 1."
+        "The arms above divide by the same frozen counts. A trainer that counts again, over what an arm keeps, "
+        "multiplies the weight of every kept token: by the factor under token-mean if it divides by tokens, under "
+        "sequence-mean if by rollouts, and by 1 if by a constant."
     )
     columns = ["arm", "rollouts kept", "tokens kept", "token-mean", "sequence-mean"]
     return Table("Effective weight", caption, columns, rows)
@@ -169,16 +196,26 @@ def _gradients(result: ReplayResult, scopes: list[str], title: str) -> Table:
         for row in result.gradients
         if row.scope == scope
     ]
-    caption = (
-        "Against arm (a): cosine, ratio of norms, norm of the difference. The difference is projected on grad P(cap) "
-        "as the other half of each group estimates it (relative to |g_a|), with its cosine, and as a slope: the "
-        "subsidy b that it amounts to (none if the two halves share no direction)."
-    )
-    if scopes == ["all"] and result.noise_floor is not None:
-        caption += f" Noise floor: (a) from one half of each group alone has cosine {result.noise_floor:.3f} with (a) "
-        caption += "from the other."
-    if scopes == list(DIFFICULTY_NAMES):
-        caption += " Difficulty is the success rate of the other half of the group."
+    if scopes == ["all"]:
+        caption = (
+            "Each arm's gradient g against g_a, that of arm (a). cosine: of g and g_a. norm ratio: |g| / |g_a|. "
+            "|difference|: |g - g_a| / |g_a|. on grad P(cap): how far g - g_a points towards running into the cap, in "
+            "units of |g_a|; the direction comes from the other half of each group, so that no rollout is on both "
+            "sides. its cosine: of g - g_a with that direction. slope: the b for which b x grad P(cap) fits g - g_a, "
+            "an implied subsidy; – where the halves' estimates of grad P(cap) do not agree in direction."
+        )
+        if result.noise_floor is not None:
+            caption += (
+                f" Noise floor: {number(result.noise_floor)}, the cosine of arm (a)'s gradients from the two halves of "
+                "each group, each with a baseline of its own: 1 without noise, about 0 with nothing else."
+            )
+    else:
+        what = (
+            "over the tokens of these turns; the first is turn 1"
+            if scopes == list(TURN_NAMES)
+            else "over the prompts of this difficulty, the success rate of the other half of a rollout's group"
+        )
+        caption = f"Columns as above, {what}. A part has less data than the whole, and so more noise."
     columns = ["scope", "arm", "cosine", "norm ratio", "|difference|", "on grad P(cap)", "its cosine", "slope"]
     return Table(title, caption, columns, rows)
 
@@ -189,9 +226,54 @@ def _predictions(result: ReplayResult) -> Table:
         statistics = [f"{name}: {value:.3g}" for name, value in p.statistic.items()] or ["–"]
         interval = "–" if p.interval is None else f"{p.interval[0]:.3f} to {p.interval[1]:.3f}"
         rows.append([p.name, "\n".join(statistics), interval, p.threshold, p.verdict])
-    caption = "Written before the data were seen; intervals are 95 %, by a bootstrap over prompts. "
+    caption = "Claims and thresholds are fixed in fastadv (docs/theory.md, 7 and 14) and not fitted to these rollouts. "
+    caption += "Intervals are 95 %, by a bootstrap over prompts. "
     caption += " ".join(f"{p.name}: {p.claim} ({p.detail})." for p in result.predictions)
     return Table("Predictions", caption, ["", "statistic", "interval", "threshold", "verdict"], rows)
+
+
+def headline(result: ReplayResult) -> str:
+    """What came out, in a sentence for each prediction."""
+    said = [f"{p.name} {p.verdict}: {_meaning(p)}." for p in result.predictions]
+    return " ".join(said) if said else "Census only: no arm was computed."
+
+
+def _meaning(p: Prediction) -> str:
+    if p.verdict == NO_DATA:
+        return p.detail
+    if p.name == "P1":
+        if p.verdict == SUPPORTED:
+            return "the pipeline passes its self-check, in which masked gradients are what the algebra says they are"
+        return "the pipeline fails its self-check: do not rely on the gradients below"
+    drop = p.statistic["variance drop"]
+    done = f"cuts the mean square advantage per token by {drop:.1%}"
+    if drop < 0:
+        done = f"adds {-drop:.1%} to the mean square advantage per token"
+    within = "" if p.interval is None else f" (95 % interval {p.interval[0]:.1%} to {p.interval[1]:.1%})"
+    return f"the turn-reached baseline {done}{within}; {P7_SUPPORTED:.0%} or more was predicted"
+
+
+def warnings(result: ReplayResult) -> list[str]:
+    """What a reader should know before the numbers."""
+    found = []
+    floor, agreement = result.noise_floor, result.agreement
+    if floor is not None and floor < NOISY:
+        found.append(
+            f"noise: arm (a)'s gradients from two independent halves of these rollouts have cosine {floor:.3f}, and 1 "
+            "would be no noise; so the cosines and slopes below are mostly noise: they describe these rollouts, not "
+            "the policy. More prompts would help"
+        )
+    if agreement is not None and not agreement.mean_difference < SAME_POLICY:
+        found.append(_agreement(agreement))
+    return found
+
+
+def _agreement(a: Agreement) -> str:
+    same = "is" if a.mean_difference < SAME_POLICY else "is NOT"
+    return (
+        f"logged log-probs differ from the policy's by {a.mean_difference:.2g} on average and "
+        f"{a.largest_difference:.2g} at most, over {counted(a.tokens, 'token')}: the policy {same} the one that sampled"
+    )
 
 
 def remarks(result: ReplayResult) -> list[str]:
@@ -203,13 +285,9 @@ def remarks(result: ReplayResult) -> list[str]:
         found += [where + plain(note) for note in f.notes]
         if f.refused:
             found.append(f"{where}arms and gradients refused: {plain(f.refused)}")
-    a = result.agreement
-    if a is not None:
-        same = "is" if a.mean_difference < SAME_POLICY else "is NOT"
-        found.append(
-            f"logged log-probs differ from the policy's by {a.mean_difference:.2g} on average and "
-            f"{a.largest_difference:.2g} at most, over {a.tokens:,} tokens: the policy {same} the one that sampled"
-        )
+    found += [plain(note) for note in result.policy_notes]
+    if result.agreement is not None and result.agreement.mean_difference < SAME_POLICY:
+        found.append(_agreement(result.agreement))
     if result.parameters is None:
         found.append("no policy was given: gradients were not computed (--policy)")
     return found
@@ -250,4 +328,10 @@ def as_json(result: ReplayResult) -> str:
     }
     for file in document["files"]:
         file["census"] = file["census"]["counts"]
+    for prompt in document["prompts"]:
+        prompt["counts"] = {outcome.name: prompt["counts"][outcome] for outcome in Outcome}
+    document["reward_by_turn"] = [
+        {"turn": turn, "rollouts": int(rollouts), "mean_reward": rewards / rollouts if rollouts else None}
+        for turn, (rollouts, rewards) in enumerate(document["reward_by_turn"], start=1)
+    ]
     return json.dumps(document, indent=1, allow_nan=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fastadv.replay.readers.rollouts import ReadOptions, Rollouts
 __all__ = ["ReadOptions", "Rollouts", "find", "read"]
 
 SUFFIXES = (".pt", ".jsonl", ".safetensors")
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _LEGACY_TORCH = b"\x80"  # a pickle without the zip archive around it, as torch.save once wrote
 _READERS: dict[str, Callable[[Path, ReadOptions], Rollouts]] = {
     "torch": miles.read,
@@ -21,7 +23,7 @@ _READERS: dict[str, Callable[[Path, ReadOptions], Rollouts]] = {
 
 
 def find(paths: list[Path]) -> list[Path]:
-    """The files that these paths name; a folder names the dumps in it, in order of their names.
+    """The files that these paths name, each once; a folder names the dumps in it, in order of their names.
 
     Raises:
         ReplayError: a path that does not exist, a folder without a dump.
@@ -40,7 +42,10 @@ def find(paths: list[Path]) -> list[Path]:
             found.append(path)
         else:
             raise ReplayError(f"{path} does not exist")
-    return found
+    once: dict[Path, Path] = {}
+    for path in found:
+        once.setdefault(path.resolve(), path)
+    return list(once.values())
 
 
 def kind_of(path: Path) -> str:
@@ -51,7 +56,7 @@ def kind_of(path: Path) -> str:
     """
     try:
         with path.open("rb") as file:
-            head = file.read(64)
+            head = file.read(4096)
     except OSError as error:
         raise ReplayError(f"{path} cannot be read: {error.strerror}") from error
     if not head:
@@ -60,8 +65,13 @@ def kind_of(path: Path) -> str:
         return "torch"
     if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:
         return "safetensors"
-    if head.lstrip().startswith(b"{"):
+    if head.startswith(_UTF16):
+        raise ReplayError(f"{path} is UTF-16 text; verl's log is UTF-8 (iconv -f UTF-16 -t UTF-8 converts it)")
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if text.startswith(b"{") or not text:
         return "jsonl"
+    if text.startswith(b"["):
+        raise ReplayError(f"{path} is a JSON array; verl's log has one object a line (jq -c '.[]' makes one of it)")
     raise ReplayError(
         f"{path} is no dump that can be read: neither a torch file (Miles, slime), nor JSON lines (verl), nor the "
         "portable format (safetensors)"

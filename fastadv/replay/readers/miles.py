@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
+import warnings
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -20,21 +22,25 @@ from torch import Tensor
 from fastadv.batch import LARGEST_ID, Batch, TokenIds
 from fastadv.groups import group_index
 from fastadv.outcomes import Outcome
-from fastadv.replay.errors import ReplayError
+from fastadv.replay.errors import ReplayError, counted
 from fastadv.replay.readers.rollouts import (
     ReadOptions,
     Rollouts,
     check_log_probs,
     label_text,
+    names_of,
     outcome_of,
     packed_offsets,
     reward_of,
+    short,
 )
 
 # How an agent's own loop says that it was cut off while the engine says "completed".
 CUT_OFF = {"TimeLimitExceeded", "SequenceLengthLimitExceeded"}
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 NO_RESULT = ("aborted", "failed", "pending")  # "failed" is a tool or an API that failed, not a wrong answer
+EXPECTED = {int: "an integer", str: "a text", dict: "a dictionary", list: "a list of numbers"}
+LARGEST_EXPANSION = 20  # torch.save does not compress; token lists that somebody zipped again shrink to a fifth or so
 
 
 def load(path: Path, *, trust: bool) -> Any:
@@ -44,9 +50,13 @@ def load(path: Path, *, trust: bool) -> Any:
         ReplayError: a file that is truncated or no torch file, or that holds more than plain objects and tensors.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=not trust)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols, and copies of parts of the file
+            return torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
+        # Torch's message is pages of advice to programmers, the first of which is to execute the file.
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it names {refused[1]}" if refused else "torch.save writes no such pickle of plain objects"
         raise ReplayError(
             f"{path} holds more than plain data and was refused; nothing in it was executed ({reason}). "
             "If you trust whoever wrote it, --trust-dump reads it and runs the code in it"
@@ -58,13 +68,36 @@ def load(path: Path, *, trust: bool) -> Any:
         raise ReplayError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
+def unpacked_size(path: Path) -> int:
+    """Bytes of a torch file's entries once they are unpacked.
+
+    Raises:
+        ReplayError: the archive is broken, or its entries would be far larger than the file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return size  # a bare pickle
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
+        raise ReplayError(f"{path} is truncated or no torch file ({error})") from error
+    if unpacked > LARGEST_EXPANSION * size:
+        raise ReplayError(
+            f"{path} has {size:,} bytes, which would unpack to {unpacked:,}: more than {LARGEST_EXPANSION} times as "
+            "many, which no rollouts do. torch.save does not compress: save the rollouts with it again"
+        )
+    return unpacked
+
+
 class _Sample:
     """One entry of `samples`, checked as it is taken apart."""
 
     def __init__(self, where: str, fields: Any) -> None:
         if not isinstance(fields, dict):
             raise ReplayError(f"{where} is a {type(fields).__name__}, not a dictionary of fields")
-        self.where, self.fields = where, fields
+        self.where, self.fields, self.plain_reward = where, fields, False
 
     def get(self, name: str, kinds: type | tuple[type, ...], *, optional: bool = False) -> Any:
         """A field of one of these types; a missing one is an error unless it is optional."""
@@ -78,7 +111,11 @@ class _Sample:
         if isinstance(value, bool) and kinds is int:
             value = int(value)
         if not isinstance(value, kinds):
-            raise ReplayError(f"{self.where}: {name!r} is a {type(value).__name__}")
+            wanted = kinds if isinstance(kinds, tuple) else (kinds,)
+            expected = " or ".join(EXPECTED[kind] for kind in wanted if kind in EXPECTED)
+            raise ReplayError(f"{self.where}: {name!r} is a {type(value).__name__}; it must be {expected}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ReplayError(f"{self.where}: {name!r} has {value.bit_length()} bits; it must fit into 64")
         return value
 
     def numbers(self, name: str, *, length: int | None = None) -> np.ndarray | None:
@@ -109,6 +146,16 @@ class _Sample:
         try:
             if isinstance(value, Tensor):
                 value = value.detach()
+                if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+                    raise ReplayError(f"{self.where}: {name!r} is a tensor that repeats its entries in place")
+            elif not isinstance(value, np.ndarray):
+                # Before numpy unfolds lists in lists: shared ones can be few in the file and any number in memory.
+                for kind in set(map(type, value)):
+                    if not issubclass(kind, (int, float, np.generic, type(None))):
+                        raise ReplayError(
+                            f"{self.where}: {name!r} holds something that is no number (a {kind.__name__})"
+                        )
+            if isinstance(value, Tensor):
                 value = value.float() if value.is_floating_point() else value  # numpy has no bfloat16
             array: np.ndarray = np.asarray(value)
             if array.dtype.kind == "O" and all(x is None or isinstance(x, (int, float)) for x in array.flat):
@@ -124,13 +171,15 @@ class _Sample:
         value = self.fields.get("reward")
         if isinstance(value, dict):
             if key is None:
-                keys = ", ".join(sorted(map(str, value)))
                 raise ReplayError(
-                    f"{self.where}: the reward is a dictionary; choose one of its keys with --reward-key ({keys})"
+                    f"{self.where}: the reward is a dictionary; choose one of its keys with --reward-key "
+                    f"({names_of(value)})"
                 )
             if key not in value:
-                raise ReplayError(f"{self.where}: the reward has no key {key!r}")
+                raise ReplayError(f"{self.where}: the reward has no key {key!r}; it has {names_of(value)}")
             value = value[key]
+        else:
+            self.plain_reward = True
         if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta):
             value = value.item()
         return reward_of(f"{self.where}: the reward", value)
@@ -156,7 +205,7 @@ class _Columns:
         self.groups: list[int | str] = []
         self.row_ids: list[int] = []
         self.labels: dict[int | str, str] = {}
-        self.removed = self.missing_rewards = 0
+        self.removed = self.missing_rewards = self.without_group = self.without_mask = self.plain_rewards = 0
 
     def add(self, sample: _Sample, row: int, options: ReadOptions) -> None:
         """Takes one sample apart."""
@@ -172,19 +221,22 @@ class _Columns:
         log_probs = sample.numbers("rollout_log_probs", length=response)
         status = sample.get("status", str)
         if status not in STATUSES:
-            raise ReplayError(f"{sample.where}: 'status' is {status!r}; Miles and slime write {', '.join(STATUSES)}")
+            raise ReplayError(
+                f"{sample.where}: 'status' is {short(status)}; Miles and slime write {', '.join(STATUSES)}"
+            )
         metadata = sample.get("metadata", dict, optional=True) or {}
         cut_off, reward = _cut_off(status, metadata), sample.reward(options.reward_key)
+        self.plain_rewards += sample.plain_reward
         infra = status in NO_RESULT
         self.missing_rewards += not infra and not math.isfinite(reward)
-        group = sample.get("group_index", int, optional=True)
-        group = sample.where if group is None else group
+        group = sample.get("group_index", (int, str), optional=True)
+        self.without_group += group is None
+        group = f"\0{row}" if group is None else group
         index = sample.get("index", int, optional=True)
-        if index is not None and not -(2**63) <= index < 2**63:
-            raise ReplayError(f"{sample.where}: 'index' has {index.bit_length()} bits; it must fit into 64")
         self.labels.setdefault(group, label_text(sample.fields.get("prompt", ""), metadata.get("instance_id")))
         self.lengths.append(response)
         self.total_lengths.append(tokens.shape[0])
+        self.without_mask += mask is None
         self.masks.append(np.ones(response, bool) if mask is None else mask != 0)
         with np.errstate(over="ignore"):  # a log-prob beyond float32 is an infinite one
             self.log_probs.append(None if log_probs is None else log_probs.astype(np.float32))
@@ -210,9 +262,10 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     Raises:
         ReplayError: a field that is missing, of the wrong type or length, naming the sample.
     """
+    size = unpacked_size(path)
     dump = load(path, trust=options.trust)
     if not isinstance(dump, dict) or "samples" not in dump:
-        kind = ", ".join(sorted(map(str, dump))) if isinstance(dump, dict) else type(dump).__name__
+        kind = names_of(dump) if isinstance(dump, dict) else type(dump).__name__
         raise ReplayError(f"{path} is no rollout dump: it holds {kind or 'nothing'}, not a dictionary with 'samples'")
     samples = dump.pop("samples")
     if not isinstance(samples, list):
@@ -221,12 +274,17 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
         raise ReplayError(f"{path} holds no rollouts")
     _refuse_split_trajectories(path, samples)
 
-    columns = _Columns()
+    columns, tokens = _Columns(), 0
     for row, fields in enumerate(samples):
         columns.add(_Sample(f"{path}, sample {row}", fields), row, options)
+        tokens += columns.total_lengths[-1]
+        if tokens > size:  # a token takes a byte or more
+            raise ReplayError(
+                f"{path}: up to sample {row} there are {tokens:,} tokens in {size:,} bytes: samples share their lists"
+            )
         samples[row] = None  # lists of Python numbers weigh ten times the arrays that were made of them
         options.progress(row + 1, len(samples))
-    return _rollouts(path, columns)
+    return _rollouts(path, columns, options)
 
 
 def _refuse_split_trajectories(path: Path, samples: list[Any]) -> None:
@@ -239,22 +297,28 @@ def _refuse_split_trajectories(path: Path, samples: list[Any]) -> None:
     shared = [i for i, count in ids.items() if count > 1]
     if shared:
         raise ReplayError(
-            f"{path}: {ids[shared[0]]} samples share rollout_id {shared[0]}: a trajectory in several samples would "
-            "vote several times, and is not supported"
+            f"{path}: {ids[shared[0]]} samples share rollout_id {short(shared[0])}: a trajectory in several samples "
+            "would vote several times, and is not supported"
         )
 
 
-def _rollouts(path: Path, c: _Columns) -> Rollouts:
+def _rollouts(path: Path, c: _Columns, options: ReadOptions) -> Rollouts:
     notes = []
     if c.removed:
         notes.append(
-            f"{c.removed} samples were marked by a sample filter; the marks are ignored, arms decide what is excluded"
+            f"{counted(c.removed, 'sample')} marked by a sample filter: the marks are ignored, arms decide what is "
+            "excluded"
         )
     if c.missing_rewards:
-        notes.append(f"{c.missing_rewards} finished samples have no reward (None or NaN): counted as INFRA")
-    without_group = sum(isinstance(g, str) for g in c.groups)
-    if without_group:
-        notes.append(f"{without_group} samples have no group_index: each is a group of its own")
+        missing = counted(c.missing_rewards, "finished sample")
+        notes.append(f"{missing} without a reward (None or NaN): counted as INFRA")
+    if c.without_mask:
+        notes.append(f"{counted(c.without_mask, 'sample')} without loss_mask: every response token counts as sampled")
+    if c.without_group:
+        notes.append(f"{counted(c.without_group, 'sample')} without group_index: each is a group of its own")
+    if options.reward_key is not None and c.plain_rewards:
+        plain = counted(c.plain_rewards, "sample")
+        notes.append(f"--reward-key does not apply to {plain}: the reward is no dictionary")
     if len(set(c.row_ids)) != len(c.row_ids):
         c.row_ids = list(range(len(c.row_ids)))
         notes.append("sample indices repeat: coins are tossed by position instead")
@@ -264,7 +328,7 @@ def _rollouts(path: Path, c: _Columns) -> Rollouts:
         log_probs = _packed([lp for lp in c.log_probs if lp is not None], torch.float32)
     elif with_log_probs:
         without = len(c.log_probs) - with_log_probs
-        notes.append(f"{without} samples have no rollout_log_probs: those of the others are not used")
+        notes.append(f"{counted(without, 'sample')} without rollout_log_probs: those of the others are not used")
     groups = group_index(c.groups)
     rewards = torch.tensor(c.rewards, dtype=torch.float64)
     outcomes = torch.tensor(c.outcomes, dtype=torch.int64)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from fastadv import validation
 from fastadv.batch import Batch, TokenIds
-from fastadv.replay.errors import ReplayError
+from fastadv.outcomes import Outcome
+from fastadv.replay.errors import ReplayError, counted
 from fastadv.replay.readers.rollouts import LARGEST_REWARD, ReadOptions, Rollouts, check_log_probs, label_text
 
 FORMAT, VERSION = "fastadv rollouts", "1"
 REQUIRED = ("cu_seqlens", "mask", "rewards", "group_ids", "outcomes")
+REWARDS = (torch.float64, torch.float32)
 OPTIONAL = ("turn_ids", "capped", "row_ids", "rollout_log_probs", "token_ids", "token_cu_seqlens")
 
 
@@ -100,6 +102,8 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     for name in REQUIRED:
         if name not in tensors:
             raise ReplayError(f"{path} has no tensor {name!r}")
+    if tensors["rewards"].dtype not in REWARDS:
+        raise ReplayError(f"{path}: rewards has dtype {tensors['rewards'].dtype}; the format has float64 or float32")
     parts: dict[str, Any] = dict(tensors)
     ids, ends = parts.pop("token_ids", None), parts.pop("token_cu_seqlens", None)
     if (ids is None) != (ends is None):
@@ -119,11 +123,39 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
             f"{path}: rewards[{row}] is {float(batch.rewards[row])}; a reward is finite and at most "
             f"{LARGEST_REWARD:g} in size, or NaN for no result"
         )
+    turns = batch.segments.turns()
+    beyond = turns > batch.lengths  # a few bytes would make tables of millions of turns
+    if bool(beyond.any()):
+        row = int(beyond.nonzero()[0])
+        raise ReplayError(
+            f"{path}: turn_ids of rollout {row} reach {int(turns[row]) - 1}, but it has "
+            f"{counted(int(batch.lengths[row]), 'token')}; turns count from 0, and each has a token"
+        )
     check_log_probs(f"{path}, rollout", batch)
     if batch.num_rollouts == 0:
         raise ReplayError(f"{path} holds no rollouts")
     options.progress(batch.num_rollouts, batch.num_rollouts)
-    return Rollouts("portable", batch.outcomes, batch.rewards, batch.groups, _labels(path, batch, metadata), batch)
+    labels, notes = _labels(path, batch, metadata), _notes(batch, options)
+    return Rollouts("portable", batch.outcomes, batch.rewards, batch.groups, labels, batch, notes)
+
+
+def _notes(batch: Batch, options: ReadOptions) -> list[str]:
+    """What a reader of the report should know about a file that contradicts itself or the options."""
+    notes = []
+    above = batch.rewards > options.solved_above
+    unrewarded = int(((batch.outcomes == Outcome.SOLVED) & ~above).sum())
+    rewarded = int(((batch.outcomes == Outcome.FAILED) & above).sum())
+    if unrewarded or rewarded:
+        notes.append(
+            f"{counted(unrewarded, 'rollout')} marked solved with a reward of {options.solved_above:g} or less, "
+            f"{rewarded:,} marked failed with more (--solved-above): outcomes are taken as the file has them"
+        )
+    repeated = batch.num_rollouts - torch.unique(batch.row_ids).numel()
+    if repeated:
+        notes.append(f"{counted(repeated, 'row id')} repeated: rollouts with one id share their coin")
+    if options.reward_key is not None:
+        notes.append("--reward-key does not apply: the portable format has one reward a rollout")
+    return notes
 
 
 def _labels(path: Path, batch: Batch, metadata: dict[str, str]) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -112,16 +113,29 @@ def _shown(value: float) -> str:
 
 
 def label_text(prompt: object, name: object = None, width: int = 80) -> str:
-    """A prompt in one line: the task's name if it has one, and its text, or the last message of a chat."""
+    """A prompt in one line: the task's name if it has one, and its text, or the last message of a chat.
+
+    Only texts are looked into: a few bytes of any other object can stand for gigabytes of text.
+    """
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content", "")
-    text = " ".join((_text(prompt) if name is None else f"{_text(name)}: {_text(prompt)}").split())
+    named, shown = _beginning(name, 4 * width), _beginning(prompt, 4 * width)
+    text = f"{named}: " if named is not None else ""
+    text = " ".join((text + (f"(no text: {type(prompt).__name__})" if shown is None else shown)).split())
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _text(value: object) -> str:
-    """Text as it is, anything else in short."""
-    return value if isinstance(value, str) else short(value)
+def _beginning(value: object, length: int) -> str | None:
+    """The beginning of a text, or a number; None for anything else."""
+    if isinstance(value, str):
+        return value[:length]
+    return str(value) if isinstance(value, int) and abs(value) < 2**63 else None
+
+
+def names_of(keys: Iterable[object]) -> str:
+    """The first few keys of a dictionary in alphabetical order, however many and whatever they are."""
+    shown = sorted(key[:80] if isinstance(key, str) else f"<{type(key).__name__}>" for key in islice(keys, 1000))
+    return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "")
 
 
 _SHORT = reprlib.Repr()

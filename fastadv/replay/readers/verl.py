@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastadv.groups import group_index
-from fastadv.replay.errors import ReplayError
+from fastadv.replay.errors import ReplayError, counted
 from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of, reward_of, short
 
 REFUSED = (
@@ -26,7 +26,7 @@ def _line(path: Path, number: int, text: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ReplayError(f"{where} is no JSON ({error})") from error
+        raise ReplayError(f"{where} is no JSON ({error}); a log has one object a line") from error
     if not isinstance(fields, dict):
         raise ReplayError(f"{where} is a {type(fields).__name__}, not an object")
     for name in ("input", "output", "score"):
@@ -51,7 +51,7 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     groups: list[str] = []
     labels: dict[str, str] = {}
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, text in enumerate(file, start=1):
                 if not text.strip():
                     continue
@@ -70,7 +70,9 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     missing = sum(r != r for r in rewards)
     notes = ["verl's log does not say which rollouts were truncated: BUDGET cannot be counted"]
     if missing:
-        notes.append(f"{missing} rollouts have no score (null or NaN): counted as INFRA")
+        notes.append(f"{counted(missing, 'rollout')} without a score (null or NaN): counted as INFRA")
+    if options.reward_key is not None:
+        notes.append("--reward-key does not apply: verl's score is no dictionary")
     outcomes = [outcome_of(r, cut_off=False, infra=False, solved_above=options.solved_above) for r in rewards]
     return Rollouts(
         source="verl",
