@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fastadv as fa
 from bench import peers
-from fastadv.ops import policy_loss as op
+from fastadv.ops import _policy_loss_kernel as op
 from fastadv.ops._loss_arguments import TOKEN
 from fastadv.ops.sequence_log_ratios import log_ratios_of
 from fastadv.rows import Rows

@@ -155,7 +155,7 @@ int py_sequence_log_ratios(const py::tuple& rows, const py::object& log_probs, c
   return sequence_log_ratios(r, a, b, m, skip_missing, o, threads);
 }
 
-// The numbers of fastadv.ops.policy_loss.Formula, in its order.
+// The numbers of fastadv.ops._policy_loss_kernel.Formula, in its order.
 PolicyLossRule policy_loss_rule(const py::tuple& f) {
   const auto number = [&](int i) { return f[i].cast<float>(); };
   const auto whole = [&](int i) { return int(f[i].cast<double>()); };
@@ -169,7 +169,7 @@ PolicyLossRule policy_loss_rule(const py::tuple& f) {
   return rule;
 }
 
-// The tensors of fastadv.ops.policy_loss.Inputs, in its order.
+// The tensors of fastadv.ops._policy_loss_kernel.Inputs, in its order.
 PolicyLossInputs policy_loss_inputs(const py::tuple& rows, const py::tuple& t, int advantage_kind) {
   PolicyLossInputs in;
   in.rows = rows_of(rows);
@@ -202,7 +202,7 @@ PolicyLossInputs policy_loss_inputs(const py::tuple& rows, const py::tuple& t, i
   return in;
 }
 
-// Returns the faults; sums gets what fastadv.ops.policy_loss.SUMS names, in its order.
+// Returns the faults; sums gets what fastadv.ops._policy_loss_kernel.SUMS names, in its order.
 int py_policy_loss(const py::tuple& rows, const py::tuple& tensors, int advantage_kind, double scale, const py::tuple& formula,
                    const py::object& gradient, const py::object& entropy_gradient, uintptr_t token_losses, uintptr_t sums, int threads) {
   PolicyLossInputs in = policy_loss_inputs(rows, tensors, advantage_kind);

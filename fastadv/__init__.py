@@ -6,7 +6,7 @@ from fastadv.batch import Batch, TokenIds, pad, unpad
 from fastadv.coins import keep
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.groups import GroupIndex, group_index
-from fastadv.losses import KL, Correction, LossConfig
+from fastadv.losses import KL, PRESETS, Correction, LossConfig
 from fastadv.norms import global_norm
 from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KL",
+    "PRESETS",
     "Arm",
     "ArmResult",
     "BackendUnavailableError",

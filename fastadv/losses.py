@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -68,7 +69,7 @@ class Correction:
             and 0 outside.
         level: "token", "sequence" or "geometric".
         low, high: bounds of the ratio, edges inside.
-        veto: a rollout with a token whose ratio is below this gets weight 0 altogether. None: no veto.
+        veto: a rollout with a token whose ratio is below this gets weight 0 at all of its tokens. None: no veto.
         missing: tokens whose sampler log-prob is NaN: "neutral", ratio 1, or "exclude", weight 0; sums over a rollout
             skip them. Both are counted.
 
@@ -128,17 +129,17 @@ class LossConfig:
             GRPO's loss too); "cispo", -A sg(clip(r)) log_prob (arXiv 2506.13585, eq. 4); "sapo",
             -A sigmoid(tau (r - 1)) 4 / tau (arXiv 2511.20347); "gspo", the surrogate of the rollout's ratio, exp of the
             mean log-ratio (arXiv 2507.18071); "vespo", -A phi(w) log_prob with w the rollout's product of ratios and
-            phi(w) = w^k e^(lambda (1 - w)); "gmpo", -mean(A) exp(mean of clipped log-ratios), one term a rollout (arXiv
-            2507.20673); "clip_cov" and "kl_cov", which treat a few tokens of high covariance between advantage and
-            log-prob apart (arXiv 2505.22617).
+            phi(w) = w^k e^(lambda (1 - w)), log w cut to [ln 1e-8, 20]; "gmpo", -mean(A) exp(mean of clipped
+            log-ratios), one term a rollout (arXiv 2507.20673); "clip_cov" and "kl_cov", which treat a few tokens of
+            high covariance between advantage and log-prob apart (arXiv 2505.22617).
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476, eq. 5);
             for "gmpo" the log-ratio is clipped to [-clip_low, clip_high]. With clip_low 1 there is no lower bound.
         dual_clip: bound c > 1: the loss of a token with negative advantage is at most -c * advantage (arXiv 1912.09729,
             eq. 5); None: no bound. verl calls it clip_ratio_c, Miles eps_clip_c.
         delta: the ratio itself is cut here before the surrogate (INTELLECT-2, arXiv 2505.07291; TRL's delta), which
             ends the gradient beyond; None: not cut.
-        log_ratio_bound: |log_prob - old_log_prob| is cut here before exp, and no gradient flows beyond it (verl: 20).
-            "gspo" cuts the rollout's log-ratio from above only (verl: 10).
+        log_ratio_bound: |log_prob - old_log_prob| is cut here before exp, and no gradient flows through the ratio
+            beyond it (verl: 20). "gspo" cuts the rollout's log-ratio from above only (verl: 10).
         tau_pos, tau_neg: temperatures of "sapo" for positive and for other advantages.
         sequence_gradient: how the gradient of a "gspo" rollout reaches its tokens: "straight-through", each token as if
             the ratio were its own (verl), or "mean", the rollout's sum spread evenly (TRL). The same where the
@@ -148,7 +149,7 @@ class LossConfig:
         cov_low, cov_high: "clip_cov" picks, by the coin of `seed`, among unclipped tokens with covariance between
             these, and takes their loss away.
         cov_kl_coef: "kl_cov" adds coef * |log_prob - old_log_prob| to the tokens of largest covariance.
-        seed: of the coins of "clip_cov".
+        seed: of the coins of "clip_cov", which are the same for the same seed: `config.but(seed=step)`.
         correction: a Correction, or several that multiply (at most one over tokens): importance weights of the policy
             term from `rollout_log_probs`.
         kl: a KL penalty to `ref_log_probs`.
@@ -196,7 +197,10 @@ class LossConfig:
         _choice(me, "loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
         _choice(me, "denominator", self.denominator, (None, *DENOMINATORS))
         _choice(me, "sequence_gradient", self.sequence_gradient, ("straight-through", "mean"))
-        _between(me, "clip_low", self.clip_low, 0.0, _HUGE if self.loss == "gmpo" else 1.0, "in [0, 1]")
+        if self.loss == "gmpo":  # of log-ratios
+            _between(me, "clip_low", self.clip_low, 0.0, _HUGE, "finite and at least 0")
+        else:
+            _between(me, "clip_low", self.clip_low, 0.0, 1.0, "in [0, 1]")
         _between(me, "clip_high", self.clip_high, 0.0, _HUGE, "finite and at least 0")
         for name in ("dual_clip", "delta"):
             if getattr(self, name) is not None:
@@ -205,9 +209,18 @@ class LossConfig:
         for name in ("tau_pos", "tau_neg"):
             _between(me, name, getattr(self, name), 1e-6, 1e6, "in [1e-6, 1e6]")
         for name in ("gamma_pos", "gamma_neg"):
-            for value in getattr(self, name):
+            pair = getattr(self, name)
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise ValueError(f"{me}: {name} is {pair!r}; pass two numbers (k, lambda)")
+            for value in pair:
                 _between(me, name, value, 0.0, 1e6, "two numbers in [0, 1e6]")
+            object.__setattr__(self, name, tuple(pair))  # yaml has lists only
         _between(me, "cov_fraction", self.cov_fraction, _TINY, 1.0, "in (0, 1]")
+        _between(me, "cov_high", self.cov_high, -_HUGE, _HUGE, "finite")
+        _between(me, "cov_low", self.cov_low, -_HUGE, self.cov_high, "at most cov_high")
+        _between(me, "cov_kl_coef", self.cov_kl_coef, -_HUGE, _HUGE, "finite")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"{me}: seed is {self.seed!r}; pass an integer")
         _between(me, "entropy_coef", self.entropy_coef, -_HUGE, _HUGE, "finite")
         if self.horizon is not None:
             _between(me, "horizon", self.horizon, _TINY, _HUGE, "positive")
@@ -273,7 +286,7 @@ _GSPO_TRL = LossConfig(
     denominator="candidates",
 )  # fmt: skip
 
-PRESETS: Mapping[str, LossConfig] = {
+PRESETS: Mapping[str, LossConfig] = MappingProxyType({
     "reinforce": LossConfig("reinforce"),
     "gpg": LossConfig("reinforce"),  # arXiv 2504.02546; its advantages are its own
     "ppo": LossConfig("ppo"),
@@ -296,13 +309,15 @@ PRESETS: Mapping[str, LossConfig] = {
     ),  # clips of the paper; verl's "geo_mean" takes a plain mean over rows
     "clip_cov": LossConfig("clip_cov"),
     "kl_cov": LossConfig("kl_cov"),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def loss_config(config: str | LossConfig) -> LossConfig:
     """A configuration, or the preset of this name."""
     if isinstance(config, LossConfig):
         return config
+    if not isinstance(config, str):
+        raise TypeError(f"config is a {type(config).__name__}; pass a LossConfig or the name of a preset")
     if config not in PRESETS:
         raise ValueError(f"config is {config!r}; it must be a LossConfig or one of {', '.join(map(repr, PRESETS))}")
     return PRESETS[config]

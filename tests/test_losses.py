@@ -119,6 +119,12 @@ def test_every_loss_has_a_preset_and_every_preset_runs() -> None:
         ({"clip_high": 1e39}, "clip_high is 1e.39; it must be finite"),
         ({"clip_low": float("nan")}, "clip_low is nan"),
         ({"loss": "clip_cov", "cov_fraction": 0.0}, "cov_fraction is 0.0"),
+        ({"loss": "clip_cov", "cov_low": math.nan}, "cov_low is nan; it must be at most cov_high"),
+        ({"loss": "clip_cov", "cov_low": 6.0}, "cov_low is 6.0; it must be at most cov_high"),
+        ({"loss": "kl_cov", "cov_kl_coef": math.inf}, "cov_kl_coef is inf; it must be finite"),
+        ({"loss": "vespo", "gamma_pos": (1.0,)}, "gamma_pos is .1.0,.; pass two numbers"),
+        ({"loss": "vespo", "gamma_neg": 2.0}, "gamma_neg is 2.0; pass two numbers"),
+        ({"loss": "gmpo", "clip_low": -1.0}, "clip_low is -1.0; it must be finite and at least 0"),
         ({"loss": "gmpo"}, "'gmpo' is a mean over rollouts; set loss_agg_mode='seq-mean-token-mean'"),
         ({"correction": (fa.Correction(), fa.Correction("mis"))}, "two of level 'token'"),
         (
@@ -133,9 +139,19 @@ def test_options_that_are_unknown_or_contradict(options: dict[str, Any], message
         fa.LossConfig(**options)
 
 
+ONES = torch.ones(3)
+
+
 def test_options_of_the_wrong_type() -> None:
     with pytest.raises(TypeError, match=r"clip_low is '0\.2'; pass a number"):
         fa.LossConfig(clip_low="0.2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"seed is 1\.5; pass an integer"):
+        fa.LossConfig("clip_cov", seed=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config is a dict; pass a LossConfig or the name of a preset"):
+        fa.policy_loss(-ONES, -ONES, ONES, ONES, config={"loss": "ppo"})  # type: ignore[arg-type]
+    assert fa.LossConfig("vespo", gamma_pos=[2.0, 1.0]).gamma_pos == (2.0, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        PRESETS["ppo"] = fa.LossConfig()  # type: ignore[index]
     with pytest.raises(TypeError, match="correction holds a str"):
         fa.LossConfig(correction="tis")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="kl is a str"):
@@ -148,9 +164,6 @@ def test_options_of_the_wrong_type() -> None:
         fa.Correction(low=1.5)
     with pytest.raises(ValueError, match="estimator is 'k4'"):
         fa.KL("k4")
-
-
-ONES = torch.ones(3)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +180,8 @@ ONES = torch.ones(3)
         ({"config": "clip_cov", "denominator": 3.0}, "picks tokens out of the whole step"),
         ({"config": "gmpo", "is_weights": ONES}, "'gmpo' has one term a rollout"),
         ({"row_tokens": torch.tensor([3])}, "row_tokens is given, but loss_agg_mode 'token-mean' ignores it"),
+        ({"denominator": 3.0, "reduction": "none"}, "denominator is given, but reduction 'none' divides by nothing"),
+        ({"row_tokens": ONES, "reduction": "none"}, "row_tokens is given, but reduction 'none' divides by nothing"),
         ({"is_weights": ONES.clone().requires_grad_()}, "is_weights requires grad"),
         ({"denominator": torch.tensor(3.0, requires_grad=True)}, "denominator requires grad"),
     ],
@@ -268,7 +283,7 @@ def test_sequence_log_ratios(backend: str) -> None:
     assert skipped.sum.tolist() == [-1.5, 0.0, 0.0]
     assert skipped.minimum.tolist() == [-2.0, -1.0, 0.0]
     assert (skipped.tokens.tolist(), skipped.missing.tolist()) == ([3, 2, 0], [1, 0, 0])
-    assert skipped.mean().tolist() == [-0.5, 0.0, 0.0]
+    assert skipped.mean().tolist() == [-0.75, 0.0, 0.0]
     visible = fa.sequence_log_ratios(log_probs, old, mask, backend=backend)
     assert visible.sum.isnan().tolist() == [True, False, False]
 
@@ -425,13 +440,15 @@ def test_the_cpu_kernel_keeps_the_digits_of_a_small_kl() -> None:
     """e^-l - 1 + l cancels where l is small; there the kernel takes the series."""
     small = torch.logspace(-4, math.log10(0.6), 300)
     for sign in (1, -1):
-        log_probs = sign * small
+        log_probs = (sign * small).requires_grad_()
         zeros = torch.zeros_like(small)
-        out = fa.policy_loss(log_probs, log_probs, zeros, zeros + 1, config=fa.LossConfig(kl=fa.KL("k3", 1.0)),
+        out = fa.policy_loss(log_probs, small, zeros, zeros + 1, config=fa.LossConfig(kl=fa.KL("k3", 1.0)),
                              ref_log_probs=zeros, reduction="none", backend="cpu")  # fmt: skip
-        l = log_probs.double()
+        out.loss.sum().backward()
+        l = log_probs.detach().double()
         exact = l**2 / 2 - l**3 / 6 + l**4 / 24 - l**5 / 120 + l**6 / 720 - l**7 / 5040 + l**8 / 40320 - l**9 / 362880
-        torch.testing.assert_close(out.loss.double(), exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(out.loss.detach().double(), exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(log_probs.grad.double(), -l.neg().expm1(), rtol=1e-6, atol=0)
 
 
 @ON
@@ -492,3 +509,130 @@ def test_micro_batches_of_covariance_losses_take_the_steps_selection(loss: str) 
     torch.testing.assert_close(sum(losses), whole[0].loss)
     torch.testing.assert_close(torch.cat(gradients), whole[1])
     assert whole[0].metrics["dual_clip_fraction"] == pytest.approx(float(picked.sum() / d.mask.sum()))
+
+
+def test_ties_of_the_covariance_pick_no_more_than_their_share() -> None:
+    """Equal advantages, as in a step whose groups have no variance: every covariance is 0."""
+    log_probs = -torch.rand(10_000)
+    picked = fa.covariance_selection(log_probs, log_probs, torch.ones(10_000), torch.ones(10_000), config="kl_cov")
+    assert picked.nonzero().flatten().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_tokens_of_weight_zero_stay_out_of_the_covariance(loss: str, per_row: bool) -> None:
+    d = Shape(lengths=(60, 80, 40), seed=6, padded=True).draw()
+    log_probs, old, advantages = -d.uniform(*d.tokens), -d.uniform(*d.tokens), 3 * d.normal(*d.tokens)
+    weights = torch.tensor([1.0, 0.0, 2.0]) if per_row else (d.uniform(*d.tokens) < 0.8).float()
+    on = d.mask & ((weights[:, None] if per_row else weights) != 0)
+    config = fa.LossConfig(loss, cov_fraction=0.1, **({"cov_low": 0.1} if loss == "clip_cov" else {}))
+    clean, gradient = run(config, log_probs, old, advantages, d.mask, weights=weights)
+    assert clean.metrics["dual_clip_fraction"] > 0.05
+    for garbage in (math.nan, 1e30):
+        dirty = [torch.where(on, values, garbage) for values in (log_probs, old, advantages)]
+        out, same = run(config, *dirty, d.mask, weights=weights)
+        assert torch.equal(out.loss, clean.loss)
+        assert torch.equal(same, gradient)
+
+
+def test_the_steps_selection_is_the_calls_own_in_low_precision() -> None:
+    g = torch.Generator().manual_seed(8)
+    log_probs = -torch.rand(5000, generator=g).bfloat16()
+    old, advantages = (
+        (log_probs.float() + 0.3 * torch.randn(5000, generator=g)).bfloat16(),
+        torch.randn(5000, generator=g),
+    )
+    config = fa.LossConfig("clip_cov", cov_fraction=0.2, cov_low=0.05)
+    picked = fa.covariance_selection(log_probs, old, advantages, torch.ones(5000), config=config)
+    given = (log_probs, old, advantages, torch.ones(5000))
+    assert torch.equal(
+        fa.policy_loss(*given, config=config).loss, fa.policy_loss(*given, config=config, selected=picked).loss
+    )
+
+
+@ON
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "gspo, mean", "cispo", "sapo"])
+def test_upstream_gradients_that_differ_by_token(loss: str, backend: str) -> None:
+    """Where a rollout shares its gradient, each token's loss reaches all of its tokens."""
+    b = rollouts(3)
+    config = fa.LossConfig(loss.split(",")[0], **({"sequence_gradient": "mean"} if "mean" in loss else {}))
+    upstream = torch.randn(b["log_probs"].shape, generator=torch.Generator().manual_seed(1))
+
+    def gradient(backend: str, dtype: torch.dtype) -> Tensor:
+        leaf = b["log_probs"].to(dtype, copy=True).requires_grad_()
+        out = fa.policy_loss(
+            leaf, b["old"].to(dtype), b["per token"].to(dtype), b["mask"], config=config, cu_seqlens=b["cu_seqlens"],
+            reduction="none", backend=backend,
+        )  # fmt: skip
+        out.loss.backward(upstream.to(dtype))
+        return leaf.grad
+
+    if "mean" in loss and backend == "cpu":
+        with pytest.raises(fa.BackendUnavailableError, match="no kernel for reduction 'none' with sequence_gradient"):
+            gradient(backend, torch.float32)
+        backend = "auto"
+    exact = gradient("reference", torch.float64)
+    torch.testing.assert_close(gradient(backend, torch.float32).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@ON
+def test_parts_of_rollouts_take_corrections_of_both_levels(backend: str) -> None:
+    """With the rollouts' log-ratios given, a correction of tokens and missing='exclude' still read the log-probs."""
+    b = rollouts(2)
+    cu, mask = b["cu_seqlens"], b["mask"]
+    rollout = b["old"] + 0.3 * torch.randn(b["old"].shape, generator=torch.Generator().manual_seed(2))
+    rollout[mask.nonzero()[4]] = math.nan
+    both = (
+        fa.Correction("tis", high=1.1, missing="exclude"),
+        fa.Correction("mis", "geometric", 0.5, 2.0, missing="exclude"),
+    )
+    ratios = fa.sequence_log_ratios(b["old"], rollout, mask, cu, missing="skip", backend=backend)
+    given = {"cu_seqlens": cu, "backend": backend}
+    for corrections in (both, both[1]):
+        config = fa.LossConfig(correction=corrections)
+        args = (config, b["log_probs"], b["old"], b["advantages"], mask)
+        whole = run(*args, rollout_log_probs=rollout, **given)
+        parts = run(*args, rollout_log_probs=rollout, rollout_log_ratios=ratios, **given)
+        assert torch.equal(parts[0].loss, whole[0].loss)
+        assert torch.equal(parts[1], whole[1])
+        with pytest.raises(ValueError, match="rollout_log_probs is None; a correction needs it"):
+            run(*args, rollout_log_ratios=ratios, **given)
+    with pytest.raises(TypeError, match="rollout_log_ratios is a Tensor; pass what"):
+        run(*args, rollout_log_probs=rollout, rollout_log_ratios=ratios.sum, **given)
+    wrong = ratios._replace(tokens=ratios.tokens[:2])
+    with pytest.raises(ValueError, match=r"rollout_log_ratios.tokens has shape \[2\]; expected \[4\]"):
+        run(*args, rollout_log_probs=rollout, rollout_log_ratios=wrong, **given)
+
+
+def test_vespo_takes_whole_rollouts_where_weights_are_in_its_sum() -> None:
+    b = rollouts(2)
+    ratios = fa.sequence_log_ratios(b["log_probs"], b["old"], b["mask"], b["cu_seqlens"])
+    args = ("vespo", b["log_probs"], b["old"], b["advantages"], b["mask"])
+    whole, parts = (
+        run(*args, cu_seqlens=b["cu_seqlens"]),
+        run(*args, cu_seqlens=b["cu_seqlens"], sequence_log_ratios=ratios),
+    )
+    torch.testing.assert_close(parts[0].loss, whole[0].loss)
+    with pytest.raises(ValueError, match="importance weights belong into the sum over a 'vespo' rollout"):
+        run(*args, cu_seqlens=b["cu_seqlens"], sequence_log_ratios=ratios, is_weights=torch.ones_like(b["old"]))
+
+
+@ON
+def test_row_metrics_come_with_their_count(backend: str) -> None:
+    b = rollouts(2)
+    config = fa.LossConfig(correction=fa.Correction("mis", "geometric"))
+    out, _ = run(config, b["log_probs"], b["old"], b["advantages"], b["mask"], cu_seqlens=b["cu_seqlens"],
+                 rollout_log_probs=b["old"], backend=backend)  # fmt: skip
+    assert out.metrics["rollouts"] == float((fa.token_counts(b["mask"], b["cu_seqlens"]) > 0).sum())
+
+
+def test_upstream_gradients_of_tokens_that_do_not_count_stay_out_of_compiled_graphs() -> None:
+    mask, weights = torch.tensor([1, 0, 1]), torch.tensor([1.0, 1.0, 0.0])
+    old = torch.tensor([-1.0, -2.0, -3.0])
+
+    def loss(leaf: Tensor) -> Tensor:
+        return fa.policy_loss(leaf, old, torch.ones(3), mask, weights=weights, reduction="none", backend="cpu").loss
+
+    leaf = old.clone().requires_grad_()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward(torch.tensor([2.0, math.nan, math.inf]))
+    assert leaf.grad.tolist() == [-2.0, 0.0, 0.0]

@@ -355,7 +355,7 @@ def test_metrics_are_summed_over_all_blocks_of_work(backend: str) -> None:
 
 
 def test_the_kernel_writes_gradients_of_any_stride() -> None:
-    from fastadv.ops.policy_loss import SUMS, Formula, Inputs, launch_into
+    from fastadv.ops._policy_loss_kernel import SUMS, Formula, Inputs, launch_into
 
     log_probs, advantages = torch.zeros(48), torch.arange(48.0)
     inputs = Inputs(log_probs, torch.ones(48), torch.tensor([0, 48]), advantages, *[None] * 7)

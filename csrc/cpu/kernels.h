@@ -114,7 +114,7 @@ struct PolicyLossOutputs {
   TokenView gradient, entropy_gradient;  // null: not wanted
   float* token_losses = nullptr;         // null: not wanted
 };
-// What is summed over the batch; fastadv.ops.policy_loss.SUMS has the names in this order. Loss and policy are times the scale,
+// What is summed over the batch; fastadv.ops._policy_loss_kernel.SUMS has the names in this order. Loss and policy are times the scale,
 // `policy` being the share without KL and entropy; the others are plain sums over tokens.
 enum PolicyLossSum : int {
   kLossSum, kPolicySum, kClipped, kBounded, kSaturated, kNegativeLogRatio, kTokens, kKlSum, kEntropySum, kIsWeight, kRejected,

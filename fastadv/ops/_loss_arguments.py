@@ -86,13 +86,32 @@ def no_gradient(op: str, receivers: str, **tensors: Any) -> None:
             )
 
 
-def used_by(op: str, config: LossConfig, **given: tuple[Any, bool, str]) -> None:
+def check_sampler(op: str, config: LossConfig, log_probs: Tensor | None, ratios: SequenceLogRatios | None) -> None:
+    """Raises where a correction lacks what it is made from, or there is none to read it."""
+    by_token = config.token_correction is not None or any(c.missing == "exclude" for c in config.corrections)
+    if log_probs is None and (by_token or (config.corrections and ratios is None)):
+        raise ValueError(f"{op}: rollout_log_probs is None; a correction needs it")
+    if log_probs is not None and not config.corrections:
+        raise ValueError(
+            f"{op}: rollout_log_probs is given, but nothing reads it; a correction would, set one or leave it out"
+        )
+
+
+def used_by(op: str, **given: tuple[Any, bool, str]) -> None:
     """Raises where an argument is missing that the configuration needs, or is given and would be ignored."""
     for name, (value, needed, option) in given.items():
         if needed and value is None:
             raise ValueError(f"{op}: {name} is None; {option} needs it")
         if value is not None and not needed:
             raise ValueError(f"{op}: {name} is given, but nothing reads it; {option} would, set it or leave {name} out")
+
+
+def check_ratios(op: str, name: str, given: Any, rows: Rows, device: torch.device) -> None:
+    """Raises unless these are log-ratios of this batch's rollouts."""
+    if not isinstance(given, SequenceLogRatios):
+        raise TypeError(f"{op}: {name} is a {type(given).__name__}; pass what fastadv.sequence_log_ratios gives")
+    for field, value in given._asdict().items():
+        validation.tensor(op, f"{name}.{field}", value, shape=(rows.count,), device=device)
 
 
 # ---- whole rollouts --------------------------------------------------------------------------------------------------
@@ -111,6 +130,7 @@ def row_log_ratios(
     mask: Tensor,
     rows: Rows,
     given: SequenceLogRatios | None,
+    weighted: bool,
     backend: str,
 ) -> Tensor | None:
     """Log-ratio `[B]` that a sequence loss is made of; None where the backend finds it itself, or none is needed."""
@@ -122,7 +142,12 @@ def row_log_ratios(
                 f"{op}: sequence_log_ratios is given, but sequence_gradient='mean' needs all of a rollout's tokens in "
                 "one call; use 'straight-through', which is the same where advantages are constant on a rollout"
             )
-        validation.tensor(op, "sequence_log_ratios.sum", given.sum, shape=(rows.count,), device=mask.device)
+        if config.loss == "vespo" and weighted:
+            raise ValueError(
+                f"{op}: sequence_log_ratios is given, but importance weights belong into the sum over a 'vespo' "
+                "rollout too, which a part of it does not have; hand whole rollouts over"
+            )
+        check_ratios(op, "sequence_log_ratios", given, rows, mask.device)
         return given.sum.detach() if config.loss == "vespo" else given.mean().detach()
     if backend == "reference" or config.loss not in SEQUENCE_LOSSES or old_log_probs is None:
         return None
@@ -150,7 +175,7 @@ def row_corrections(
     if given is None:
         assert rollout_log_probs is not None
         given = log_ratios_of(op, old_log_probs, rollout_log_probs, mask, rows, True, backend)
-    validation.tensor(op, "rollout_log_ratios.sum", given.sum, shape=(rows.count,), device=mask.device)
+    check_ratios(op, "rollout_log_ratios", given, rows, mask.device)
     live = given.tokens > 0  # [B]
     if row_weights is not None:
         live = live & (row_weights != 0)
@@ -160,11 +185,10 @@ def row_corrections(
         return ((rows_with & live).sum() / count).to(torch.float32)
 
     weight = torch.ones_like(given.sum)
-    metrics = {}
+    metrics = {"rollouts": live.sum().to(torch.float64)}
     rejected, capped = torch.zeros_like(live), torch.zeros_like(live)
-    present = (given.tokens - given.missing).clamp(min=1)
     for correction in by_row:
-        w = weigh(given.sum if correction.level == "sequence" else given.sum / present, correction)
+        w = weigh(given.sum if correction.level == "sequence" else given.mean(), correction)
         weight, rejected, capped = weight * w.weight, rejected | w.rejected, capped | w.capped
     if by_row:
         metrics["is_row_rejected_fraction"] = share(rejected)

@@ -22,12 +22,13 @@ def covariance_selection(
     A token's covariance is (A - mean A) * (log_prob - mean log_prob), the means over the batch's tokens that count.
     "kl_cov" picks the share `cov_fraction` of largest covariance, one token at least. "clip_cov" picks as many, by
     coin, among the tokens whose covariance lies between `cov_low` and `cov_high` and that the surrogate does not clip;
-    fewer where there are fewer. Plain PyTorch on any device, without a wait for it.
+    fewer where there are fewer. The coin is a hash of (config.seed, position): change the seed every step. Plain
+    PyTorch on any device, without a wait for it.
 
     Args:
         log_probs, old_log_probs: of all the step's tokens, any shape.
         advantages: per token, the same shape.
-        mask: the same shape; non-zero tokens count.
+        mask: the same shape; non-zero tokens count. Mask out tokens of weight 0 too, as `policy_loss` does.
         config: a LossConfig or preset whose loss is "clip_cov" or "kl_cov".
 
     Returns:
@@ -51,8 +52,11 @@ def covariance_selection(
     on = mask != 0
     count = on.sum()
 
+    def exact(values: Tensor) -> Tensor:
+        return values.detach().to(torch.float64)
+
     def centred(values: Tensor) -> Tensor:
-        values = torch.where(on, values.detach().to(torch.float64), 0.0)
+        values = torch.where(on, exact(values), 0.0)
         return values - values.sum() / count.clamp(min=1)
 
     if log_probs.numel() == 0:
@@ -62,14 +66,14 @@ def covariance_selection(
     if config.loss == "kl_cov":
         rank_by = torch.where(on, covariance, -torch.inf)
     else:
-        log_ratio = torch.where(on, (log_probs - old_log_probs).detach(), 0.0)
+        log_ratio = torch.where(on, exact(log_probs) - exact(old_log_probs), 0.0)
         ratio = log_ratio.clamp(-config.log_ratio_bound, config.log_ratio_bound).exp()
-        plain = -torch.where(on, advantages, 0.0) * ratio
-        clipped = -torch.where(on, advantages, 0.0) * ratio.clamp(1 - config.clip_low, 1 + config.clip_high) > plain
+        values = torch.where(on, exact(advantages), 0.0)
+        clipped = -values * ratio.clamp(1 - config.clip_low, 1 + config.clip_high) > -values * ratio
         open_ = on & ~clipped & ~ratio.isnan() & (covariance > config.cov_low) & (covariance < config.cov_high)
         index = torch.arange(log_probs.numel(), device=device)
         coin = coins.uniforms(config.seed, index, "clip_cov").reshape(log_probs.shape)
         rank_by, count = torch.where(open_, coin, -torch.inf), open_.sum()
-    ranked = rank_by.flatten().sort(descending=True).values
-    least = ranked.gather(0, (torch.minimum(wanted, count) - 1).clamp(min=0).reshape(1))
-    return (rank_by >= least) & (rank_by > -torch.inf)
+    order = rank_by.flatten().argsort(descending=True, stable=True)  # ties go to the earlier token
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))
+    return (place.reshape(log_probs.shape) < torch.minimum(wanted, count)) & (rank_by > -torch.inf)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.losses import NATIVE_LOSSES, LossConfig, loss_config
+from fastadv.losses import LossConfig, loss_config
 from fastadv.ops import _logits
 from fastadv.ops._linear import Gradients
 from fastadv.ops._register import first_order
 from fastadv.ops.linear_log_probs import Arguments, arguments, counted_rows, head_of, log_probs_of
-from fastadv.ops.policy_loss import LossOutput, policy_loss
+from fastadv.ops.policy_loss import LossOutput, policy_loss, without_kernel
 from fastadv.ops.token_counts import Denominators
 from fastadv.rows import Rows
 from fastadv.segment_table import Segments, SegmentTable
@@ -156,7 +156,8 @@ def linear_policy_loss(
     three products in place of four. Tokens that do not count are passed over, and those without a gradient (clipped,
     advantage 0) after the first product. For every other loss, under torch.compile, with vocab_group and on the
     reference it is the plain composition; the result is the same up to rounding. Without gradients it computes none.
-    The entropy that `config.entropy_coef` asks for comes from the same logits.
+    The entropy that `config.entropy_coef` asks for comes from the same logits. Rollouts are whole in a call: parts of
+    them, whose log-ratios would have to be reduced over ranks, take `linear_log_probs` and `policy_loss`.
 
     Args:
         hidden, weight, labels: as in `linear_log_probs`.
@@ -180,7 +181,7 @@ def linear_policy_loss(
     config = loss_config(config)
     wants_entropy = config.entropy_coef != 0
     # A loss without a kernel runs on the reference, of log-probs that a kernel made.
-    loss_backend = backend if config.loss in NATIVE_LOSSES else "auto"
+    loss_backend = backend if without_kernel(config, reduction) is None else "auto"
 
     def loss_of(log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
         return policy_loss(

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastadv import dispatch, native, validation
-from fastadv.losses import (
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    KL_GRADIENTS,
-    NATIVE_LOSSES,
-    SELECTING_LOSSES,
-    LossConfig,
-    loss_config,
-)
+from fastadv.losses import NATIVE_LOSSES, SELECTING_LOSSES, SEQUENCE_LOSSES, LossConfig, loss_config
 from fastadv.ops import _loss_arguments as arguments
 from fastadv.ops._loss_arguments import ROW, SEGMENT, TOKEN
-from fastadv.ops._register import first_order, native_op
-from fastadv.ops.sequence_log_ratios import MASKS
+from fastadv.ops._policy_loss_kernel import SUMS, Formula, Inputs, PolicyLoss, launch
 from fastadv.ops.token_counts import Denominators
 from fastadv.reference import policy_loss as reference
 from fastadv.reference.policy_loss import TokenInputs
@@ -30,11 +20,15 @@ from fastadv.rows import Rows
 from fastadv.segment_table import Segments, SegmentTable
 
 REDUCTIONS = ("loss", "none")
-# What the kernel sums over the batch, in its order.
-SUMS = (
-    "loss", "policy", "clipped", "bounded", "saturated", "negative_log_ratio", "tokens", "kl", "entropy", "is_weight",
-    "rejected", "capped", "missing",
-)  # fmt: skip
+
+
+def without_kernel(config: LossConfig, reduction: str) -> str | None:
+    """What no native kernel has, in words; None where one has it."""
+    if config.loss not in NATIVE_LOSSES:
+        return f"the {config.loss!r} loss"
+    if reduction == "none" and config.loss == "gspo" and config.sequence_gradient == "mean":
+        return "reduction 'none' with sequence_gradient 'mean', where each token's loss has a gradient at all others"
+    return None
 
 
 class LossOutput(NamedTuple):
@@ -44,251 +38,17 @@ class LossOutput(NamedTuple):
     `metrics` are 0-d tensors on the same device, without gradient. Fractions and means are over the tokens with a
     non-zero mask and weight, of which there are "tokens"; to combine micro-batches, average weighted by it.
 
-    "clip_fraction", "dual_clip_fraction" (the dual clip or delta; of a covariance loss, the tokens that it picked),
+    "clip_fraction", "dual_clip_fraction" (the dual clip or delta; of a covariance loss, the tokens that it picked; of
+    gmpo, clips where the advantage is negative),
     "saturated_fraction", "approx_kl" (mean of old_log_prob - log_prob). With KL or entropy: "policy_loss" (the share of
     the loss without them), "kl", "entropy". With importance weights: "is_weight_mean", "is_rejected_fraction" (weight
-    0), "is_capped_fraction" (cut by a token bound), "is_missing_fraction" (no sampler log-prob), and over rollouts with
-    a token "is_row_rejected_fraction", "is_row_capped_fraction", "is_veto_fraction".
+    0), "is_capped_fraction" (cut by a token bound), "is_missing_fraction" (no sampler log-prob). With corrections of
+    whole rollouts, over the "rollouts" that have a token: "is_row_rejected_fraction", "is_row_capped_fraction",
+    "is_veto_fraction"; to combine these, average weighted by "rollouts". "policy_loss" adds up as the loss does.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
-
-
-class Inputs(NamedTuple):
-    """Tensors beside log-probs and entropy, checked, as the registered op takes them; None where there is none."""
-
-    old_log_probs: Tensor | None
-    mask: Tensor
-    cu_seqlens: Tensor | None  # [B + 1] int64
-    advantages: Tensor  # per token, [B] or [S], as `Formula.advantage_kind` says
-    turn_ids: Tensor | None
-    segment_offsets: Tensor | None  # [B + 1] int64
-    token_weights: Tensor | None
-    row_weights: Tensor | None  # [B] float64
-    is_weights: Tensor | None
-    row_tokens: Tensor | None  # [B] int64: each row's sum is divided by it
-    scale: Tensor | None  # 0-d float64 that the sum is multiplied by
-    rollout_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    row_log_ratios: Tensor | None = None  # [B]; float32 for the kernel
-    row_is_weights: Tensor | None = None  # [B]; float32 for the kernel
-
-
-class Formula(NamedTuple):
-    """Numbers that say what is computed, as the registered op takes them; the bindings read all but the first."""
-
-    advantage_kind: int
-    loss: int  # index in NATIVE_LOSSES
-    ratio_low: float
-    ratio_high: float
-    dual_clip: float  # 0: none
-    delta: float  # 0: none
-    log_ratio_bound: float
-    tau_pos: float
-    tau_neg: float
-    correction: int = 0  # 0: none, 4: only missing log-probs matter
-    is_low: float = 0.0
-    is_high: float = 0.0
-    is_log_low: float = 0.0
-    is_log_high: float = 0.0
-    missing_weight: float = 1.0
-    kl: int = 0  # 0: none
-    kl_gradient: int = 0
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    shared_gradient: int = 0
-
-    @classmethod
-    def of(cls, config: LossConfig, advantage_kind: int) -> Formula:
-        """The numbers of a configuration whose loss has a kernel."""
-        formula = cls(
-            advantage_kind,
-            NATIVE_LOSSES.index(config.loss),
-            1 - config.clip_low,
-            1 + config.clip_high,
-            config.dual_clip or 0.0,
-            config.delta or 0.0,
-            config.log_ratio_bound,
-            config.tau_pos,
-            config.tau_neg,
-            entropy_coef=config.entropy_coef,
-            shared_gradient=int(config.loss == "gspo" and config.sequence_gradient == "mean"),
-        )
-        if config.corrections:
-            formula = formula._replace(
-                correction=len(CORRECTIONS) + 1,
-                missing_weight=1.0 if config.corrections[0].missing == "neutral" else 0.0,
-            )
-        if token := config.token_correction:
-            formula = formula._replace(
-                correction=CORRECTIONS.index(token.kind) + 1,
-                is_low=token.low,
-                is_high=token.high,
-                is_log_low=math.log(token.low) if token.low > 0 else -math.inf,
-                is_log_high=math.log(token.high),
-            )
-        if config.kl is not None:
-            formula = formula._replace(
-                kl=KL_ESTIMATORS.index(config.kl.estimator) + 1,
-                kl_gradient=KL_GRADIENTS.index(config.kl.gradient),
-                kl_coef=config.kl.coef,
-            )
-        return formula
-
-
-# ---- the kernel ------------------------------------------------------------------------------------------------------
-
-
-def launch_into(
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    inputs: Inputs,
-    formula: Formula,
-    *,
-    gradient: Tensor | None,
-    entropy_gradient: Tensor | None = None,
-    token_losses: Tensor | None,
-    sums: Tensor,
-) -> None:
-    """Runs the CPU kernel into given buffers.
-
-    Args:
-        log_probs: `[N]` or `[B, T]`.
-        entropy: like log_probs, or None.
-        inputs, formula: checked arguments.
-        gradient, entropy_gradient: like log_probs, float32, bfloat16 or float16, any strides; get the derivatives of
-            the loss by log_probs and by entropy. None: not computed.
-        token_losses: float32, contiguous, like log_probs; gets weighted token losses. None: not computed.
-        sums: `[13]` float64; gets loss * scale and the other sums of SUMS.
-
-    Raises:
-        ValueError: a fractional mask value, a turn that the segment table does not have.
-    """
-    rows = Rows.trusted(log_probs, inputs.cu_seqlens)
-    per_token = (
-        log_probs, inputs.old_log_probs, inputs.mask, inputs.advantages, inputs.turn_ids, inputs.token_weights,
-        inputs.is_weights, inputs.rollout_log_probs, inputs.ref_log_probs, entropy,
-    )  # fmt: skip
-    offsets = (native.address(inputs.segment_offsets), inputs.advantages.numel())
-    per_row = (inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights)
-    faults = native.module().policy_loss(
-        native.rows(rows),
-        (*map(native.view, per_token), offsets, *map(native.address, per_row)),
-        formula.advantage_kind,
-        1.0 if inputs.scale is None else float(inputs.scale),
-        formula[1:],
-        native.view(gradient),
-        native.view(entropy_gradient),
-        native.address(token_losses),
-        sums.data_ptr(),
-        native.threads(rows.tokens),
-    )
-    validation.native_faults("policy_loss", faults)
-
-
-def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float16 gradients stay float32 until the upstream gradient has multiplied them: without the loss scale that it
-    carries, most would be 0."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _fake(
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    inputs: list[Tensor | None],
-    formula: list[float],
-    gradients: list[bool],
-    per_token: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    value = log_probs.new_empty(log_probs.shape if per_token else (), dtype=torch.float32)
-    like_entropy = log_probs if entropy is None else entropy
-    buffers = [
-        t.new_empty(t.shape if wanted else (0,), dtype=_gradient_dtype(t.dtype))
-        for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
-    ]
-    return value, *buffers, log_probs.new_empty(len(SUMS), dtype=torch.float64)  # type: ignore[return-value]
-
-
-def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    scaled = [
-        (g * grad_loss).to(dtype) if wanted else None
-        for g, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.gradients, strict=True)
-    ]
-    return (*scaled, None, None, None, None)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    log_probs, entropy, *_, ctx.gradients, _ = inputs
-    ctx.dtypes = (log_probs.dtype, log_probs.dtype if entropy is None else entropy.dtype)
-    ctx.save_for_backward(output[1], output[2])
-
-
-@native_op("policy_loss", _fake, autograd=(_backward, _setup_context))
-def _launch(
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    inputs: list[Tensor | None],
-    formula: list[float],
-    gradients: list[bool],
-    per_token: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like_entropy = log_probs if entropy is None else entropy
-    gradient, entropy_gradient = (
-        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype))
-        for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
-    )
-    value = native.empty(log_probs.shape if per_token else (), torch.float32)
-    sums = torch.empty(len(SUMS), dtype=torch.float64)
-    kind, loss, *numbers = formula
-    launch_into(
-        log_probs,
-        entropy,
-        Inputs(*inputs),  # type: ignore[arg-type]
-        Formula(int(kind), int(loss), *numbers),  # type: ignore[arg-type]
-        gradient=gradient if gradients[0] else None,
-        entropy_gradient=entropy_gradient if gradients[1] else None,
-        token_losses=value if per_token else None,
-        sums=sums,
-    )
-    if not per_token:
-        value.copy_(sums[0])
-    return value, gradient, entropy_gradient, sums
-
-
-class _PolicyLoss(torch.autograd.Function):
-    """The forward leaves the gradients in buffers; the first backward hands the buffers over, a second one computes
-    them again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, log_probs: Tensor, entropy: Tensor | None, inputs: Inputs, formula: Formula, per_token: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        value, *ctx.gradients, sums = _launch(log_probs, entropy, list(inputs), list(formula), ctx.wanted, per_token)
-        kept = [t.clone() if t is not None and t.is_inference() else t for t in inputs]  # autograd saves no others
-        ctx.save_for_backward(log_probs, entropy, *kept)
-        ctx.formula, ctx.per_token = list(formula), per_token
-        ctx.mark_non_differentiable(sums)
-        return value, sums
-
-    @staticmethod
-    @first_order("policy_loss")
-    def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        log_probs, entropy, *inputs = ctx.saved_tensors  # raises where the graph was freed
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            _, *gradients, _ = _launch(log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
-        if ctx.per_token:  # nothing may come in from tokens that do not count
-            mask, weights = Inputs(*inputs).mask, Inputs(*inputs).token_weights
-            grad_loss = torch.where(arguments.active(mask, weights) != 0, grad_loss, 0.0)
-        if ctx.per_token or float(grad_loss) != 1.0:
-            gradients = [g.mul_(grad_loss) if wanted else g for g, wanted in zip(gradients, ctx.wanted, strict=True)]
-        mine = [
-            g.to(t.dtype) if wanted else None
-            for g, t, wanted in zip(gradients, (log_probs, entropy), ctx.wanted, strict=True)
-        ]
-        return (*mine, None, None, None)
 
 
 # ---- the public op ---------------------------------------------------------------------------------------------------
@@ -344,7 +104,8 @@ def policy_loss(
             `fastadv.covariance_selection` of the step. None: picked from this call's tokens.
         sequence_log_ratios: for sequence losses where the call has parts of rollouts (context parallel): the whole
             rollouts', of (log_probs, old_log_probs), reduced over the ranks.
-        rollout_log_ratios: the same of (old_log_probs, rollout_log_probs), for corrections of whole rollouts.
+        rollout_log_ratios: the same of (old_log_probs, rollout_log_probs) with missing="skip", for corrections of whole
+            rollouts; a correction of tokens, and missing "exclude", need rollout_log_probs as well.
         row_tokens: `[B]` integers, for "seq-mean-token-mean" where the call has parts of rollouts: the tokens that each
             whole rollout is divided by. None: counted from the mask.
         denominator: where the divisor comes from. None: counted from this call's mask. Denominators: counted over the
@@ -352,7 +113,8 @@ def policy_loss(
             is divided by is the configuration's choice.
         reduction: "loss" for one number, "none" for weighted token losses, undivided and like log_probs, 0 outside of
             the mask.
-        backend: "auto", "reference" or "cpu". The losses of `fastadv.losses.NATIVE_LOSSES` have a kernel.
+        backend: "auto", "reference" or "cpu". The losses of `fastadv.losses.NATIVE_LOSSES` have a kernel, for float32,
+            bfloat16 and float16; float64 per-token inputs take "auto" to the reference.
 
     Returns:
         LossOutput(loss, metrics). A batch without a token that counts gives 0, with a graph.
@@ -369,16 +131,17 @@ def policy_loss(
     op = "policy_loss"
     config = loss_config(config)
     validation.choice(op, "reduction", reduction, REDUCTIONS)
+    if reduction == "none" and (denominator is not None or row_tokens is not None):
+        ignored = "denominator" if denominator is not None else "row_tokens"
+        raise ValueError(f"{op}: {ignored} is given, but reduction 'none' divides by nothing; leave it out")
     validation.tensor(op, "log_probs", log_probs, dtypes=validation.FLOATS)
     rows = Rows.of(op, "log_probs", log_probs, cu_seqlens)
     shape, device = tuple(log_probs.shape), log_probs.device
     if old_log_probs is None and config.loss != "reinforce":
         raise ValueError(f"{op}: old_log_probs is None; the {config.loss!r} loss needs it")
-    sampled = rollout_log_probs if rollout_log_ratios is None or config.token_correction else None
+    arguments.check_sampler(op, config, rollout_log_probs, rollout_log_ratios)
     arguments.used_by(
         op,
-        config,
-        rollout_log_probs=(sampled, bool(config.corrections) and rollout_log_ratios is None, "a correction"),
         ref_log_probs=(ref_log_probs, config.kl is not None, "a KL penalty"),
         entropy=(entropy, config.entropy_coef != 0, "a non-zero entropy_coef"),
     )
@@ -389,7 +152,7 @@ def policy_loss(
     for name, t in optional.items():
         if t is not None:
             validation.tensor(op, name, t, shape=shape, dtypes=validation.FLOATS, device=device)
-    validation.tensor(op, "mask", mask, shape=shape, device=device, dtypes=MASKS)
+    validation.tensor(op, "mask", mask, shape=shape, device=device, dtypes=validation.MASKS)
     if is_weights is not None and config.loss == "gmpo":
         raise ValueError(
             f"{op}: is_weights is per token, but 'gmpo' has one term a rollout; use weights or a correction"
@@ -401,18 +164,21 @@ def policy_loss(
     arguments.no_gradient(op, "log_probs and entropy", **no_gradient, **step, advantages=given.values, weights=weights)
 
     token_values = given.values if given.kind == TOKEN else None
-    reference_only = None if config.loss in NATIVE_LOSSES else f"the {config.loss!r} loss"
     floats = (log_probs, *optional.values(), token_values, token_weights)
-    backend = dispatch.resolve(op, backend, *floats, reference_only=reference_only)
+    backend = dispatch.resolve(op, backend, *floats, reference_only=without_kernel(config, reduction))
+    if backend != "reference":
+        mask = native.as_mask(mask)
     scale, row_tokens = (
         arguments.scale(op, config, denominator, mask, rows, row_tokens, backend)
         if reduction == "loss"
         else (None, None)
     )
-    active = arguments.active(mask, token_weights)
+    by_rollout = config.loss in SEQUENCE_LOSSES or any(c.level != "token" or c.veto for c in config.corrections)
+    active = arguments.active(mask, token_weights) if by_rollout else mask  # nothing else looks at whole rollouts
     old = log_probs.detach() if old_log_probs is None else old_log_probs
+    weighted = is_weights is not None or bool(config.corrections)
     row_log_ratios = arguments.row_log_ratios(
-        op, config, log_probs, old_log_probs, active, rows, sequence_log_ratios, backend
+        op, config, log_probs, old_log_probs, active, rows, sequence_log_ratios, weighted, backend
     )
     row_is_weights, row_metrics = arguments.row_corrections(
         op, config, old, rollout_log_probs, active, row_weights, rows, rollout_log_ratios, backend
@@ -452,7 +218,6 @@ def _native(
         return None if values is None else values.to(torch.float32).contiguous()
 
     inputs = inputs._replace(
-        mask=native.as_mask(inputs.mask),
         advantages=inputs.advantages if kind == TOKEN else inputs.advantages.to(torch.float32).contiguous(),
         row_log_ratios=floats(inputs.row_log_ratios),
         row_is_weights=floats(inputs.row_is_weights),
@@ -461,9 +226,9 @@ def _native(
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (log_probs, entropy)]
     if torch.compiler.is_compiling() or not any(wanted):
         numbers = [float(x) for x in formula]
-        loss, *_, sums = _launch(log_probs, entropy, list(inputs), numbers, wanted, per_token)
+        loss, *_, sums = launch(log_probs, entropy, list(inputs), numbers, wanted, per_token)
     else:
-        loss, sums = _PolicyLoss.apply(  # type: ignore[no-untyped-call]
+        loss, sums = PolicyLoss.apply(  # type: ignore[no-untyped-call]
             log_probs, entropy, inputs, formula, per_token
         )
     return loss, dict(zip(SUMS, sums.unbind(), strict=True))
@@ -503,7 +268,14 @@ def _reference(
     selected = None
     if config.loss in SELECTING_LOSSES:
         selected = arguments.selection(
-            op, config, chosen[0], log_probs.to(dtype), old_log_probs.to(dtype), advantages, inputs.mask, chosen[1]
+            op,
+            config,
+            chosen[0],
+            log_probs,
+            old_log_probs,
+            advantages,
+            arguments.active(inputs.mask, weights),
+            chosen[1],
         )
     tokens = TokenInputs(
         log_probs=log_probs.to(dtype),

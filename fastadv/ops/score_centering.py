@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.losses import LossConfig
+from fastadv.losses import LossConfig, loss_config
 from fastadv.ops import _loss_arguments as arguments
 from fastadv.ops.policy_loss import LossOutput, policy_loss
-from fastadv.ops.sequence_log_ratios import MASKS
 from fastadv.ops.token_counts import Denominators
 from fastadv.reference.score_centering import centred_scores
 from fastadv.rows import Rows
 from fastadv.segment_table import SegmentTable
 
 SUPPORTS = ("head", "replayed", "full")
-REINFORCE = LossConfig("reinforce")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def score_centering_loss(
     sampler: Sampler,
     temperature: float = 1.0,
     support: str = "head",
-    config: LossConfig = REINFORCE,
+    config: str | LossConfig = "reinforce",
     cu_seqlens: Tensor | None = None,
     weights: Tensor | None = None,
     denominator: float | Tensor | Denominators | None = None,
@@ -94,6 +92,7 @@ def score_centering_loss(
     Source: Score Centering Stabilizes Off-policy RL, arXiv 2609.20807; docs/ops/score_centering_loss.md.
     """
     op = "score_centering_loss"
+    config = loss_config(config)
     validation.tensor(op, "log_probs", log_probs, dtypes=validation.FLOATS)
     rows = Rows.of(op, "log_probs", log_probs, cu_seqlens)
     shape, device = tuple(log_probs.shape), log_probs.device
@@ -105,7 +104,7 @@ def score_centering_loss(
     validation.tensor(
         op, "rollout_head_log_probs", rollout_head_log_probs, shape=head, dtypes=validation.FLOATS, device=device
     )
-    validation.tensor(op, "mask", mask, shape=shape, dtypes=MASKS, device=device)
+    validation.tensor(op, "mask", mask, shape=shape, dtypes=validation.MASKS, device=device)
     _refuse(op, sampler, temperature, support, config)
     arguments.no_gradient(
         op,
@@ -157,8 +156,6 @@ def _refuse(op: str, sampler: Sampler, temperature: float, support: str, config:
     validation.choice(op, "support", support, SUPPORTS)
     if not isinstance(sampler, Sampler):
         raise TypeError(f"{op}: sampler is a {type(sampler).__name__}; pass a fa.Sampler, which says how it sampled")
-    if not isinstance(config, LossConfig):
-        raise TypeError(f"{op}: config is a {type(config).__name__}; pass a fa.LossConfig")
     if config.loss != "reinforce":
         raise ValueError(
             f"{op}: config is of loss {config.loss!r}; clipped and sequence ratios to an old policy do not compose "

@@ -11,8 +11,6 @@ from fastadv.reference import sequence_log_ratios as reference
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rows import Rows
 
-MASKS = (torch.bool, *validation.INTEGERS, *validation.FLOATS)
-
 
 def _fake(
     log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None, skip_missing: bool
@@ -75,7 +73,7 @@ def sequence_log_ratios(
     rows = Rows.of(op, "log_probs", log_probs, cu_seqlens)
     shape, device = tuple(log_probs.shape), log_probs.device
     validation.tensor(op, "old_log_probs", old_log_probs, shape=shape, dtypes=validation.FLOATS, device=device)
-    validation.tensor(op, "mask", mask, shape=shape, dtypes=MASKS, device=device)
+    validation.tensor(op, "mask", mask, shape=shape, dtypes=validation.MASKS, device=device)
     name = dispatch.resolve(op, backend, log_probs, old_log_probs)
     return log_ratios_of(op, log_probs, old_log_probs, mask, rows, missing == "skip", name)
 

@@ -104,6 +104,7 @@ def denominators(
     *,
     horizon: float | None = None,
     process_group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> Denominators:
     """Counts what a step's losses are divided by. Call it once per optimizer step, on the mask of the whole step.
@@ -114,6 +115,9 @@ def denominators(
         horizon: constant length in tokens for "seq-mean-token-sum-norm".
         process_group: data-parallel group; counts are summed over it (one all-reduce that every rank must join, ranks
             without a token too) and `ranks` is its size, since trainers average gradients over the group.
+        context_group: ranks that hold parts of the same rollouts, in the same order (context parallel): each rollout's
+            tokens are summed over it first, so that a rollout counts once. `process_group` is then the group across
+            rollouts only, and `ranks` the product of both sizes, for trainers that average over both.
         backend: "auto", "reference" or "cpu".
 
     Returns:
@@ -125,14 +129,19 @@ def denominators(
     if horizon is not None:  # before anything is counted, or other ranks wait in the all-reduce
         validation.count("denominators", "horizon", horizon, positive=True)
     counts = token_counts(mask, cu_seqlens, backend=backend)
+    ranks = 1
+    if context_group is not None:
+        import torch.distributed as dist
+
+        dist.all_reduce(counts, group=context_group)
+        ranks *= dist.get_world_size(context_group)
     stacked = torch.stack([counts.sum(), (counts > 0).sum(), torch.full_like(counts.sum(), counts.shape[0])]).to(
         torch.float64
     )
-    ranks = 1
     if process_group is not None:
         import torch.distributed as dist
 
         dist.all_reduce(stacked, group=process_group)
-        ranks = dist.get_world_size(process_group)
+        ranks *= dist.get_world_size(process_group)
     tokens, sequences, candidates = stacked.unbind()
     return Denominators(tokens, sequences, candidates, horizon, ranks)

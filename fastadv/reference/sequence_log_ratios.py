@@ -23,8 +23,8 @@ class SequenceLogRatios(NamedTuple):
     missing: Tensor  # int64, tokens whose old log-prob is NaN
 
     def mean(self) -> Tensor:
-        """Mean log-ratio of each rollout, 0 where no token counts, `[B]` float64."""
-        return self.sum / self.tokens.clamp(min=1)
+        """Mean log-ratio of each rollout over its tokens that are not missing, 0 where there is none, `[B]` float64."""
+        return self.sum / (self.tokens - self.missing).clamp(min=1)
 
 
 def sequence_log_ratios(

@@ -79,10 +79,13 @@ FASTADV_INLINE KlTerm<F> kl_estimate(F l, Kl kind) {
   // Where l is small the terms cancel (at l = 0.01 a thousandth of the value would be rounding): the series instead.
   F series = cut * F(1.0f / 40320.0f) + F(-1.0f / 5040.0f);
   for (const float c : {1.0f / 720.0f, -1.0f / 120.0f, 1.0f / 24.0f, -1.0f / 6.0f, 0.5f}) series = series * cut + F(c);
-  const F value = select((cut < half) & (cut > -half), series * cut * cut, (e - one) + cut);
-  if (kind == Kl::kK3) return {value + (one - e) * (l - cut), one - e};
+  F slope = cut * F(-1.0f / 40320.0f) + F(1.0f / 5040.0f);  // of the series' derivative, 1 - e^-l over l
+  for (const float c : {-1.0f / 720.0f, 1.0f / 120.0f, -1.0f / 24.0f, 1.0f / 6.0f, -0.5f, 1.0f}) slope = slope * cut + F(c);
+  const auto small = (cut < half) & (cut > -half);
+  const F value = select(small, series * cut * cut, (e - one) + cut), gradient = select(small, slope * cut, one - e);
+  if (kind == Kl::kK3) return {value + (one - e) * (l - cut), gradient};
   const F ten(10.0f);
-  return {select(value > ten, ten, value), select((l > bound) | (l < -bound) | (value > ten), zero, one - e)};
+  return {select(value > ten, ten, value), select((l > bound) | (l < -bound) | (value > ten), zero, gradient)};
 }
 
 // kStraightThrough: the estimate's value with k2's gradient, which is that of KL itself in expectation. kUnbiased: the estimate

@@ -9,7 +9,7 @@ namespace fastadv {
 // Powers are of 2, which need no constants to reduce their range; logits are multiplied by log2(e) with the temperature.
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 // Below this power, relative to the maximum (or to the mean), a probability is exactly 0: so -inf needs no branch, and
-// exp2_bounded is in its range. A vocabulary of 2^-115 is far below what float32 resolves beside 1.
+// exp2_bounded is in its range. A probability of 2^-115 is far below what float32 resolves beside 1.
 constexpr float kPowerFloor = -115.0f;
 // Squares of powers below this are 0 too: they would be subnormal, which some processors take 100 cycles for.
 constexpr float kSquareFloor = -62.0f;

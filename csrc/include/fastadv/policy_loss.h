@@ -1,5 +1,5 @@
 // The token losses: one function a loss, value and derivative together.
-// The specification is fastadv/reference/policy_loss.py; the CPU and the CUDA kernels call these.
+// The specification is fastadv/reference/policy_terms.py; the CPU and the CUDA kernels call these.
 #pragma once
 
 #include "fastadv/portability.h"

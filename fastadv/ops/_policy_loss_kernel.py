@@ -1,0 +1,262 @@
+"""The policy loss's kernel: what it takes, its registered op, and its autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastadv import native, validation
+from fastadv.losses import CORRECTIONS, KL_ESTIMATORS, KL_GRADIENTS, NATIVE_LOSSES, LossConfig
+from fastadv.ops import _loss_arguments as arguments
+from fastadv.ops._register import first_order, native_op
+from fastadv.rows import Rows
+
+# What the kernel sums over the batch, in its order.
+SUMS = (
+    "loss", "policy", "clipped", "bounded", "saturated", "negative_log_ratio", "tokens", "kl", "entropy", "is_weight",
+    "rejected", "capped", "missing",
+)  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """Tensors beside log-probs and entropy, checked, as the registered op takes them; None where there is none."""
+
+    old_log_probs: Tensor | None
+    mask: Tensor
+    cu_seqlens: Tensor | None  # [B + 1] int64
+    advantages: Tensor  # per token, [B] or [S], as `Formula.advantage_kind` says
+    turn_ids: Tensor | None
+    segment_offsets: Tensor | None  # [B + 1] int64
+    token_weights: Tensor | None
+    row_weights: Tensor | None  # [B] float64
+    is_weights: Tensor | None
+    row_tokens: Tensor | None  # [B] int64: each row's sum is divided by it
+    scale: Tensor | None  # 0-d float64 that the sum is multiplied by
+    rollout_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    row_log_ratios: Tensor | None = None  # [B]; float32 for the kernel
+    row_is_weights: Tensor | None = None  # [B]; float32 for the kernel
+
+
+class Formula(NamedTuple):
+    """Numbers that say what is computed, as the registered op takes them; the bindings read all but the first."""
+
+    advantage_kind: int
+    loss: int  # index in NATIVE_LOSSES
+    ratio_low: float
+    ratio_high: float
+    dual_clip: float  # 0: none
+    delta: float  # 0: none
+    log_ratio_bound: float
+    tau_pos: float
+    tau_neg: float
+    correction: int = 0  # 0: none, 4: only missing log-probs matter
+    is_low: float = 0.0
+    is_high: float = 0.0
+    is_log_low: float = 0.0
+    is_log_high: float = 0.0
+    missing_weight: float = 1.0
+    kl: int = 0  # 0: none
+    kl_gradient: int = 0
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    shared_gradient: int = 0
+
+    @classmethod
+    def of(cls, config: LossConfig, advantage_kind: int) -> Formula:
+        """The numbers of a configuration whose loss has a kernel."""
+        formula = cls(
+            advantage_kind,
+            NATIVE_LOSSES.index(config.loss),
+            1 - config.clip_low,
+            1 + config.clip_high,
+            config.dual_clip or 0.0,
+            config.delta or 0.0,
+            config.log_ratio_bound,
+            config.tau_pos,
+            config.tau_neg,
+            entropy_coef=config.entropy_coef,
+            shared_gradient=int(config.loss == "gspo" and config.sequence_gradient == "mean"),
+        )
+        if config.corrections:
+            formula = formula._replace(
+                correction=len(CORRECTIONS) + 1,
+                missing_weight=1.0 if config.corrections[0].missing == "neutral" else 0.0,
+            )
+        if token := config.token_correction:
+            formula = formula._replace(
+                correction=CORRECTIONS.index(token.kind) + 1,
+                is_low=token.low,
+                is_high=token.high,
+                is_log_low=math.log(token.low) if token.low > 0 else -math.inf,
+                is_log_high=math.log(token.high),
+            )
+        if config.kl is not None:
+            formula = formula._replace(
+                kl=KL_ESTIMATORS.index(config.kl.estimator) + 1,
+                kl_gradient=KL_GRADIENTS.index(config.kl.gradient),
+                kl_coef=config.kl.coef,
+            )
+        return formula
+
+
+def launch_into(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: Inputs,
+    formula: Formula,
+    *,
+    gradient: Tensor | None,
+    entropy_gradient: Tensor | None = None,
+    token_losses: Tensor | None,
+    sums: Tensor,
+) -> None:
+    """Runs the CPU kernel into given buffers.
+
+    Args:
+        log_probs: `[N]` or `[B, T]`.
+        entropy: like log_probs, or None.
+        inputs, formula: checked arguments.
+        gradient, entropy_gradient: like log_probs, float32, bfloat16 or float16, any strides; get the derivatives of
+            the loss by log_probs and by entropy. None: not computed.
+        token_losses: float32, contiguous, like log_probs; gets weighted token losses. None: not computed.
+        sums: `[13]` float64; gets loss * scale and the other sums of SUMS.
+
+    Raises:
+        ValueError: a fractional mask value, a turn that the segment table does not have.
+    """
+    rows = Rows.trusted(log_probs, inputs.cu_seqlens)
+    per_token = (
+        log_probs, inputs.old_log_probs, inputs.mask, inputs.advantages, inputs.turn_ids, inputs.token_weights,
+        inputs.is_weights, inputs.rollout_log_probs, inputs.ref_log_probs, entropy,
+    )  # fmt: skip
+    offsets = (native.address(inputs.segment_offsets), inputs.advantages.numel())
+    per_row = (inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights)
+    faults = native.module().policy_loss(
+        native.rows(rows),
+        (*map(native.view, per_token), offsets, *map(native.address, per_row)),
+        formula.advantage_kind,
+        1.0 if inputs.scale is None else float(inputs.scale),
+        formula[1:],
+        native.view(gradient),
+        native.view(entropy_gradient),
+        native.address(token_losses),
+        sums.data_ptr(),
+        native.threads(rows.tokens),
+    )
+    validation.native_faults("policy_loss", faults)
+
+
+def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float16 gradients stay float32 until the upstream gradient has multiplied them: without the loss scale that it
+    carries, most would be 0."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _fake(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: list[Tensor | None],
+    formula: list[float],
+    gradients: list[bool],
+    per_token: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    value = log_probs.new_empty(log_probs.shape if per_token else (), dtype=torch.float32)
+    like_entropy = log_probs if entropy is None else entropy
+    buffers = [
+        t.new_empty(t.shape if wanted else (0,), dtype=_gradient_dtype(t.dtype))
+        for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
+    ]
+    return value, *buffers, log_probs.new_empty(len(SUMS), dtype=torch.float64)  # type: ignore[return-value]
+
+
+def _of_counted(grad_loss: Tensor, mask: Tensor, token_weights: Tensor | None) -> Tensor:
+    """Upstream gradients without those of tokens that do not count: from there nothing may come in."""
+    return torch.where(arguments.active(mask, token_weights) != 0, grad_loss, 0.0)
+
+
+def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    *gradients, mask, token_weights = ctx.saved_tensors
+    if ctx.per_token:
+        grad_loss = _of_counted(grad_loss, mask, token_weights)
+    scaled = [
+        (g * grad_loss).to(dtype) if wanted else None
+        for g, dtype, wanted in zip(gradients, ctx.dtypes, ctx.gradients, strict=True)
+    ]
+    return (*scaled, None, None, None, None)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    log_probs, entropy, tensors, _, ctx.gradients, ctx.per_token = inputs
+    ctx.dtypes = (log_probs.dtype, log_probs.dtype if entropy is None else entropy.dtype)
+    given = Inputs(*tensors)
+    ctx.save_for_backward(output[1], output[2], given.mask, given.token_weights)
+
+
+@native_op("policy_loss", _fake, autograd=(_backward, _setup_context))
+def launch(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: list[Tensor | None],
+    formula: list[float],
+    gradients: list[bool],
+    per_token: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like_entropy = log_probs if entropy is None else entropy
+    gradient, entropy_gradient = (
+        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype))
+        for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
+    )
+    value = native.empty(log_probs.shape if per_token else (), torch.float32)
+    sums = torch.empty(len(SUMS), dtype=torch.float64)
+    kind, loss, *numbers = formula
+    launch_into(
+        log_probs,
+        entropy,
+        Inputs(*inputs),  # type: ignore[arg-type]
+        Formula(int(kind), int(loss), *numbers),  # type: ignore[arg-type]
+        gradient=gradient if gradients[0] else None,
+        entropy_gradient=entropy_gradient if gradients[1] else None,
+        token_losses=value if per_token else None,
+        sums=sums,
+    )
+    if not per_token:
+        value.copy_(sums[0])
+    return value, gradient, entropy_gradient, sums
+
+
+class PolicyLoss(torch.autograd.Function):
+    """The forward leaves the gradients in buffers; the first backward hands the buffers over, a second one computes
+    them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, log_probs: Tensor, entropy: Tensor | None, inputs: Inputs, formula: Formula, per_token: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        value, *ctx.gradients, sums = launch(log_probs, entropy, list(inputs), list(formula), ctx.wanted, per_token)
+        kept = [t.clone() if t is not None and t.is_inference() else t for t in inputs]  # autograd saves no others
+        ctx.save_for_backward(log_probs, entropy, *kept)
+        ctx.formula, ctx.per_token = list(formula), per_token
+        ctx.mark_non_differentiable(sums)
+        return value, sums
+
+    @staticmethod
+    @first_order("policy_loss")
+    def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, entropy, *inputs = ctx.saved_tensors  # raises where the graph was freed
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            _, *gradients, _ = launch(log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
+        if ctx.per_token:
+            grad_loss = _of_counted(grad_loss, Inputs(*inputs).mask, Inputs(*inputs).token_weights)
+        if ctx.per_token or float(grad_loss) != 1.0:
+            gradients = [g.mul_(grad_loss) if wanted else g for g, wanted in zip(gradients, ctx.wanted, strict=True)]
+        mine = [
+            g.to(t.dtype) if wanted else None
+            for g, t, wanted in zip(gradients, (log_probs, entropy), ctx.wanted, strict=True)
+        ]
+        return (*mine, None, None, None)
