@@ -168,7 +168,7 @@ PPO = fa.LossConfig(clip_high=0.28)
 GSPO = fa.LossConfig("gspo", 0.2, 0.3, log_ratio_bound=10.0, loss_agg_mode="seq-mean-token-mean")
 TIS = fa.Correction("tis", low=0.5, high=1.5)
 ICEPOP = fa.Correction("mis", low=0.7, high=1.4, missing="exclude")
-NATIVE_CASES = (
+LOSS_CASES = (
     case("ppo", PPO, "token"),
     case("ppo, rows", PPO.but(dual_clip=3.0, loss_agg_mode="seq-mean-token-mean"), "row", "row weights"),
     case("ppo, segments", PPO.but(loss_agg_mode="seq-mean-token-sum"), "segment"),
@@ -220,10 +220,9 @@ NATIVE_CASES = (
     ),
 )
 # Without a kernel: the contracts hold on the reference.
-REFERENCE_CASES = (
+LOSSES_WITHOUT_KERNEL = (
     case("vespo", fa.LossConfig("vespo"), "row", "is_weights"),
     case("gmpo", PRESETS["gmpo"], "row", "row weights"),
     case("clip_cov", fa.LossConfig("clip_cov", cov_fraction=0.1, cov_low=0.1), "token"),
     case("kl_cov", fa.LossConfig("kl_cov", cov_fraction=0.1), "token"),
 )
-LOSS_CASES = NATIVE_CASES

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from draws import BACKENDS, GARBAGE, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64, where_masked
-from loss_cases import LOSS_CASES, PPO, settled
+from loss_cases import LOSS_CASES, LOSSES_WITHOUT_KERNEL, PPO, settled
 from torch import Tensor
 
 import fastadv as fa
@@ -17,6 +17,7 @@ __all__ = [
     "CASES",
     "GARBAGE",
     "NATIVE",
+    "REFERENCE_CASES",
     "Case",
     "Draw",
     "Inputs",
@@ -178,6 +179,35 @@ def linear_magnitude(inputs: Inputs) -> float:
     return float(losses.abs().sum() / inputs["mask"].sum().clamp(min=1))
 
 
+# ---- score centering -------------------------------------------------------------------------------------------------
+
+
+def make_score_centering(d: Draw) -> Inputs:
+    head = -1 - 3 * d.uniform(*d.tokens, 4)
+    log_probs = -3 * d.uniform(*d.tokens)
+    return {
+        "log_probs": log_probs,
+        "rollout_log_probs": log_probs + 0.05 * d.normal(*d.tokens),
+        "head_log_probs": head.log_softmax(-1) - 0.2,
+        "rollout_head_log_probs": (head + 0.05 * d.normal(*d.tokens, 4)).log_softmax(-1) - 0.2,
+        "advantages": d.normal(*d.tokens),
+        "mask": d.mask,
+        "cu_seqlens": d.cu_seqlens,
+    }
+
+
+def score_centering(backend: str, **inputs: Any) -> Outputs:
+    config = fa.LossConfig("reinforce", correction=fa.Correction("tis", high=1.9))
+    out = fa.score_centering_loss(**inputs, sampler=fa.Sampler(), config=config, backend=backend)
+    return {"loss": out.loss, **out.metrics}
+
+
+def score_magnitude(inputs: Inputs) -> float:
+    exact = {name: float64(value) for name, value in inputs.items()}
+    losses = fa.score_centering_loss(**exact, sampler=fa.Sampler(), reduction="none").loss
+    return 5 * float(losses.abs().sum() / inputs["mask"].sum().clamp(min=1))
+
+
 MOMENTS = {"return_entropy": True, "return_sum_p2": True}
 CASES = (
     Case("turn_ids_from_mask", lambda d: {"mask": d.mask, "cu_seqlens": d.cu_seqlens}, turn_ids_from_mask),
@@ -245,5 +275,19 @@ CASES = (
         token_inputs=("hidden", "old", "advantages"),
         gradient_of="hidden",
         magnitude=linear_magnitude,
+    ),
+)
+# What has no kernel, or is made of PyTorch: the contracts hold on the reference.
+REFERENCE_CASES = (
+    *LOSSES_WITHOUT_KERNEL,
+    Case(
+        "score_centering_loss",
+        make_score_centering,
+        score_centering,
+        token_inputs=("log_probs", "head_log_probs", "rollout_head_log_probs", "advantages"),
+        gradient_of="log_probs",
+        magnitude=score_magnitude,
+        stops_gradient=True,
+        tolerance=1e-5,
     ),
 )

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fastadv import dispatch, validation
+from fastadv.ops import _label_arguments as label_arguments
 from fastadv.ops import _logits
 from fastadv.ops._linear import Gradients, Head
 from fastadv.ops._logits import NO_LABEL, SKIPPED
 from fastadv.ops._register import first_order, native_op, needs_dispatcher
 from fastadv.ops._vocab_parts import VocabParts
-from fastadv.ops.token_log_probs import TokenLogProbs, _codes, _positive, _reads, _temperatures
+from fastadv.ops.token_log_probs import TokenLogProbs
 from fastadv.reference import linear_log_probs as reference
 
 if TYPE_CHECKING:
@@ -399,7 +400,7 @@ def arguments(
                 f"{op}: {name} has dtype {t.dtype}, hidden has {hidden.dtype}; cast one, or use torch.autocast"
             )
     if softcap is not None:
-        _positive(op, "softcap", softcap)
+        label_arguments.positive(op, "softcap", softcap)
     for name, number in (("ignore_index", ignore_index), ("chunk_tokens", chunk_tokens), ("vocab_start", vocab_start)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
             raise TypeError(f"{op}: {name} is a {type(number).__name__}; pass an integer")
@@ -420,13 +421,13 @@ def arguments(
     elif vocab == 0:
         raise ValueError(f"{op}: weight has shape {list(weight.shape)}; a vocabulary has at least one token")
 
-    reads = _reads(labels, mask, ignore_index)
-    codes = _codes(op, labels, reads, vocab, ignore_index)
+    reads = label_arguments.rows_read(labels, mask, ignore_index)
+    codes = label_arguments.codes(op, labels, reads, vocab, ignore_index)
     factor, factors = 1.0, None
     if isinstance(temperature, Tensor):
-        factors = _temperatures(op, temperature, reads, shape, device).reciprocal()
+        factors = label_arguments.temperatures(op, temperature, reads, shape, device).reciprocal()
     else:
-        _positive(op, "temperature", temperature)
+        label_arguments.positive(op, "temperature", temperature)
         factor = 1 / temperature
     numbers = Numbers(factor, float(softcap or 0), float(vocab_start), float(chunk_tokens or 0), float(deterministic))
     return Arguments(name, hidden, weight, bias, Inputs(codes, factors), numbers, parts)
