@@ -2,6 +2,7 @@
 // old_log_probs and advantages (or turn_ids) and 1 of mask, and writes 4 of gradient: 17 bytes in float32. Each of the
 // optional inputs adds 4.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -26,7 +27,8 @@ struct Tile {
   float* entropy_gradient;  // null: not wanted
   float* token_losses;      // null: not wanted
   float row_advantage, row_log_ratio, row_is_weight, row_scale;
-  bool defer_policy_gradient;  // leave it out of `gradient`: the row shares its sum
+  bool corrected;        // there is an importance weight of some kind
+  bool shared_gradient;  // the row shares its sum of policy gradients: they are left out of `gradient`
 };
 
 struct TileSums {
@@ -46,11 +48,9 @@ struct PieceSums {
     move(loss, tile.loss);
     move(negative_log_ratio, tile.negative_log_ratio);
     if (!extended) return;
-    move(policy, tile.policy);
-    move(gradient, tile.gradient);
-    move(kl, tile.kl);
-    move(entropy, tile.entropy);
-    move(is_weight, tile.is_weight);
+    for (auto [wide, lanes] : {std::pair{&policy, &tile.policy}, {&gradient, &tile.gradient}, {&kl, &tile.kl},
+                               {&entropy, &tile.entropy}, {&is_weight, &tile.is_weight}})
+      move(*wide, *lanes);
   }
 };
 
@@ -78,44 +78,45 @@ FASTADV_INLINE void sixteen_tokens(const Tile& t, int64_t i, const PolicyLossRul
     sums.loss.add(loss);
   } else {
     // An importance weight of 0 rejects the token, even where its policy term is NaN; KL, entropy and metrics still count it.
-    Lanes correction(t.row_is_weight);
-    if (t.extra[kIsWeights]) correction = correction * select(on, load(t.extra[kIsWeights] + i), one);
-    if (t.extra[kRolloutLogProbs]) {
-      const auto w = importance_weight(old_log_prob, selected(t.extra[kRolloutLogProbs]), rule.correction);
-      correction = correction * w.weight;
-      sums.capped.add(w.capped & on);
-      sums.missing.add(w.missing & on);
+    LaneMask used = on;
+    Lanes policy = term.loss, policy_gradient = term.gradient;
+    if (t.corrected) {
+      Lanes correction(t.row_is_weight);
+      if (t.extra[kIsWeights]) correction = correction * select(on, load(t.extra[kIsWeights] + i), one);
+      if (t.extra[kRolloutLogProbs]) {
+        const auto w = importance_weight(old_log_prob, selected(t.extra[kRolloutLogProbs]), rule.correction);
+        correction = correction * w.weight;
+        sums.capped.add(w.capped & on);
+        sums.missing.add(w.missing & on);
+      }
+      const LaneMask rejected = !(correction != zero);
+      used = on & !rejected;
+      sums.rejected.add(on & rejected);
+      sums.is_weight.add(select(on, correction, zero));
+      policy = policy * correction;
+      policy_gradient = policy_gradient * correction;
     }
-    const LaneMask rejected = !(correction != zero);
-    const LaneMask used = on & !rejected;
-    sums.rejected.add(on & rejected);
-    sums.is_weight.add(select(on, correction, zero));
-
-    const Lanes policy = select(used, term.loss * correction, zero) * weight;
-    const Lanes policy_gradient = select(used, term.gradient * correction, zero) * weight;
-    Lanes other = zero, other_gradient = zero;
+    policy = select(used, policy, zero) * weight;
+    policy_gradient = select(used, policy_gradient, zero) * weight;
+    Lanes loss = policy, gradient = t.shared_gradient ? zero : policy_gradient;
     if (t.extra[kRefLogProbs]) {
       const auto kl = kl_term(log_prob, old_log_prob, selected(t.extra[kRefLogProbs]), rule.parameters.log_ratio_bound, rule.kl);
+      const Lanes factor = Lanes(rule.kl.coef) * weight;
       sums.kl.add(select(on, kl.value, zero));
-      other = other + Lanes(rule.kl.coef) * kl.value;
-      other_gradient = Lanes(rule.kl.coef) * kl.gradient;
+      loss = loss + select(on, kl.value * factor, zero);
+      gradient = gradient + select(on, kl.gradient * factor, zero);
     }
     if (t.extra[kEntropy]) {
-      const Lanes entropy = selected(t.extra[kEntropy]);
+      const Lanes entropy = selected(t.extra[kEntropy]), factor = Lanes(-rule.entropy_coef) * weight;
       sums.entropy.add(entropy);
-      other = other - Lanes(rule.entropy_coef) * entropy;
+      loss = loss + entropy * factor;
+      if (t.entropy_gradient) store(t.entropy_gradient + i, select(on, factor * row_scale, zero));
     }
-    if (t.entropy_gradient) store(t.entropy_gradient + i, select(on, Lanes(-rule.entropy_coef) * weight * row_scale, zero));
-    other = other * weight;
-    other_gradient = other_gradient * weight;
-
-    const Lanes loss = select(on, policy + other, zero);
-    const Lanes gradient = t.defer_policy_gradient ? other_gradient : policy_gradient + other_gradient;
     if (t.gradient) store(t.gradient + i, select(on, gradient * row_scale, zero));
     if (t.token_losses) store(t.token_losses + i, select(on, loss * row_scale, zero));
     sums.loss.add(loss);
-    sums.policy.add(policy);
-    sums.gradient.add(policy_gradient);
+    if (t.extra[kRefLogProbs] || t.extra[kEntropy]) sums.policy.add(policy);
+    if (t.shared_gradient) sums.gradient.add(policy_gradient);
   }
   sums.clipped.add(term.clipped & on);
   sums.bounded.add(term.bounded & on);
@@ -199,6 +200,11 @@ struct OutputTile {
   }
 };
 
+// Whether a row's share is all that its tokens get: the first pass then leaves the gradient to the second.
+bool writes_shares_alone(const PolicyLossInputs& in, const PolicyLossRule& rule) {
+  return rule.shared_gradient && !in.ref_log_probs.present();
+}
+
 Buffers& buffers_of_thread() {
   static thread_local Buffers buffers;
   return buffers;
@@ -217,12 +223,13 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
   const TokenView* const optional[kOptional] = {&in.token_weights, &in.is_weights, &in.rollout_log_probs, &in.ref_log_probs, &in.entropy};
   const bool extended = in.row_is_weights || rule.shared_gradient ||
                         std::any_of(std::begin(optional), std::end(optional), [](const TokenView* view) { return view->present(); });
+  const bool shared_alone = writes_shares_alone(in, rule);
   PieceSums sums;
   bool fractional = false;
   for (int64_t token = from; token < to; token += kTile) {
     const int64_t n = std::min(kTile, to - token);
     Tile tile{};
-    tile.gradient = gradient.at(token);
+    tile.gradient = shared_alone ? nullptr : gradient.at(token);
     tile.entropy_gradient = entropy_gradient.at(token);
     tile.token_losses = out.token_losses ? out.token_losses + token : nullptr;
     if (row_weight == 0.0) {  // an excluded row is not read at all
@@ -239,7 +246,8 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
       tile.row_log_ratio = in.row_log_ratios ? in.row_log_ratios[row] : 0.0f;
       tile.row_is_weight = in.row_is_weights ? in.row_is_weights[row] : 1.0f;
       tile.row_scale = float(row_scale);
-      tile.defer_policy_gradient = rule.shared_gradient;
+      tile.corrected = in.row_is_weights || in.is_weights.present() || in.rollout_log_probs.present();
+      tile.shared_gradient = rule.shared_gradient;
       if (in.advantage_kind == AdvantageKind::kToken) {
         tile.advantages = tile_of(in.token_advantages, buffers.advantages);
       } else if (in.advantage_kind == AdvantageKind::kRow) {
@@ -258,7 +266,7 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
       }
       sums.settle(extended);
     }
-    gradient.flush(token, n);
+    if (!shared_alone) gradient.flush(token, n);
     entropy_gradient.flush(token, n);
   }
   if (fractional) block.faults |= kFractionalMask;
@@ -266,7 +274,8 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
   if (tokens == 0.0) return;  // whatever the scale is: no token, nothing to add
   double* total = block.sums;
   total[kLossSum] += sums.loss.total() * row_scale;
-  total[kPolicySum] += (extended ? sums.policy : sums.loss).total() * row_scale;
+  const bool penalised = in.ref_log_probs.present() || in.entropy.present();
+  total[kPolicySum] += (penalised ? sums.policy : sums.loss).total() * row_scale;
   total[kClipped] += sums.tile.clipped.total();
   total[kBounded] += sums.tile.bounded.total();
   total[kSaturated] += sums.tile.saturated.total();
@@ -275,16 +284,18 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
   if (!extended) return;
   total[kKlSum] += sums.kl.total();
   total[kEntropySum] += sums.entropy.total();
-  total[kIsWeight] += sums.is_weight.total();
+  total[kIsWeight] += sums.is_weight.total();  // 0 where there is no importance weight: nobody asks
   total[kRejected] += sums.tile.rejected.total();
   total[kCapped] += sums.tile.capped.total();
   total[kMissing] += sums.tile.missing.total();
   if (rule.shared_gradient) block.shared.push_back({row, sums.gradient.total() * row_scale, tokens});
 }
 
-// Adds to every token of a row the mean of the row's policy gradients.
-void share_gradients(const PolicyLossInputs& in, const PolicyLossOutputs& out, const std::vector<Block>& blocks, int threads) {
+// Gives every token of a row the mean of the row's policy gradients, beside what is there already.
+void share_gradients(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, const std::vector<Block>& blocks,
+                     int threads) {
   const Rows& rows = in.rows;
+  const bool alone = writes_shares_alone(in, rule);
   std::vector<double> sum(rows.count, 0.0), tokens(rows.count, 0.0);
   for (const Block& block : blocks)
     for (const SharedGradient& piece : block.shared) {
@@ -293,18 +304,21 @@ void share_gradients(const PolicyLossInputs& in, const PolicyLossOutputs& out, c
     }
   parallel_blocks(int64_t(blocks.size()), threads, [&](int64_t block) {
     Buffers& buffers = buffers_of_thread();
+    const OutputTile gradient(rows, out.gradient, buffers.gradient);
     for_rows_in_block(rows, block, [&](int64_t row, int64_t from, int64_t to) {
       const float share = float(sum[row] / std::max(1.0, tokens[row]));
-      if (share == 0.0f) return;
       bool fractional = false;
       for (int64_t token = from; token < to; token += kTile) {
         const int64_t n = std::min(kTile, to - token);
         const uint8_t* mask = load_mask_bytes(rows, in.mask, token, n, buffers.mask, fractional);
         const float* weights = in.token_weights.present() ? load_floats(rows, in.token_weights, token, n, buffers.advantages) : nullptr;
-        const float* before = load_floats(rows, out.gradient, token, n, buffers.gradient);
-        for (int64_t k = 0; k < n; ++k)
-          buffers.gradient[k] = mask[k] && (!weights || weights[k] != 0.0f) ? before[k] + share : before[k];
-        store_floats(rows, out.gradient, token, n, buffers.gradient);
+        const float* before = alone ? nullptr : load_floats(rows, out.gradient, token, n, buffers.log_probs);
+        float* const to_write = gradient.at(token);
+        for (int64_t k = 0; k < n; ++k) {
+          const bool on = mask[k] && (!weights || weights[k] != 0.0f);
+          to_write[k] = (before ? before[k] : 0.0f) + (on ? share : 0.0f);
+        }
+        gradient.flush(token, n);
       }
     });
   });
@@ -342,7 +356,7 @@ int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const Po
     for (int k = 0; k < kPolicyLossSums; ++k) sums[k] += block.sums[k];
     faults |= block.faults;
   }
-  if (rule.shared_gradient && out.gradient.present()) share_gradients(in, out, blocks, threads);
+  if (rule.shared_gradient && out.gradient.present()) share_gradients(in, rule, out, blocks, threads);
   return faults;
 }
 
