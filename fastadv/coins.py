@@ -24,6 +24,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ _shifted(x, 31)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 

@@ -205,6 +205,8 @@ class LossConfig:
         for name in ("dual_clip", "delta"):
             if getattr(self, name) is not None:
                 _between(me, name, getattr(self, name), math.nextafter(1.0, 2.0), _HUGE, "above 1")
+        if self.delta is not None and self.delta < 1 + self.clip_high:
+            raise ValueError(f"{me}: delta is {self.delta}; it must be at least 1 + clip_high, {1 + self.clip_high}")
         _between(me, "log_ratio_bound", self.log_ratio_bound, _TINY, 80.0, "in (0, 80], where float32's exp is finite")
         for name in ("tau_pos", "tau_neg"):
             _between(me, name, getattr(self, name), 1e-6, 1e6, "in [1e-6, 1e6]")

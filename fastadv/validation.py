@@ -50,9 +50,17 @@ class checks:  # noqa: N801 - called like a function, usable as a context manage
         _mode = self._before
 
 
+def saveable(t: Tensor | None) -> Tensor | None:
+    """The tensor as autograd can save it: what was made in inference mode is copied."""
+    return t.clone() if t is not None and t.is_inference() else t
+
+
 def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp) runs, whose tensors have no memory."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func (grad, vmap, jvp) runs, whose tensors have no memory, or forward-mode
+    differentiation, whose tangents kernels do not see."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def on_host(*tensors: Tensor | None) -> bool:

@@ -115,6 +115,7 @@ def test_every_loss_has_a_preset_and_every_preset_runs() -> None:
         ({"loss": "ppo", "sequence_gradient": "mean"}, "sequence_gradient is an option of 'gspo'"),
         ({"sequence_gradient": "sum"}, "sequence_gradient is 'sum'; it must be one of 'straight-through', 'mean'"),
         ({"delta": 0.9}, "delta is 0.9; it must be above 1"),
+        ({"delta": 1.2, "clip_high": 0.5}, "delta is 1.2; it must be at least 1 . clip_high, 1.5"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be above 1"),
         ({"clip_high": 1e39}, "clip_high is 1e.39; it must be finite"),
         ({"clip_low": float("nan")}, "clip_low is nan"),
@@ -636,3 +637,134 @@ def test_upstream_gradients_of_tokens_that_do_not_count_stay_out_of_compiled_gra
     leaf = old.clone().requires_grad_()
     torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward(torch.tensor([2.0, math.nan, math.inf]))
     assert leaf.grad.tolist() == [-2.0, 0.0, 0.0]
+
+
+# ---- what surviving mutants asked for --------------------------------------------------------------------------------
+
+
+@ON
+def test_of_two_vetoes_the_stricter_one_counts_and_its_edge_is_inside(backend: str) -> None:
+    old = torch.full((3, 1), -1.0)
+    rollout = old + torch.tensor([[0.5], [1.0], [3.0]])
+    corrections = (fa.Correction("tis", veto=math.exp(-1.0)), fa.Correction("tis", "geometric", veto=0.1))
+    weights = weight_of(corrections, old, rollout, backend)
+    torch.testing.assert_close(weights, torch.tensor([[math.exp(-1.0)], [math.exp(-2.0)], [0.0]]))
+
+
+def test_the_configurations_horizon_goes_before_the_denominators() -> None:
+    config = fa.LossConfig("reinforce", loss_agg_mode="seq-mean-token-sum-norm", horizon=10.0)
+    step = fa.Denominators(tokens=1.0, sequences=1.0, candidates=1.0, horizon=2.0)
+    ones = torch.ones(1, 1)
+    assert float(fa.policy_loss(-ones, None, ones[0], ones, config=config, denominator=step).loss) == pytest.approx(0.1)
+
+
+@ON
+def test_the_unbiased_form_has_no_gradient_through_a_ratio_that_is_cut(backend: str) -> None:
+    log_probs, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
+    config = fa.LossConfig(kl=fa.KL("k2", 1.0, "unbiased"), log_ratio_bound=2.0)
+    _, gradient = run(config, log_probs, log_probs - 3, torch.zeros(1), ref_log_probs=ref, backend=backend)
+    assert gradient.item() == pytest.approx(0.5 * math.exp(2.0), rel=1e-5)
+
+
+@ON
+def test_impossible_under_both_policies_is_visible(backend: str) -> None:
+    never = torch.tensor([-math.inf, -1.0])
+    weights = weight_of(fa.Correction("tis"), never, never, backend)
+    assert weights.isnan().tolist() == [True, False]
+
+
+@ON
+def test_a_rollouts_ratio_is_exact_far_below_one(backend: str) -> None:
+    """Down to e^-80, and 0 for a token that the policy has come to exclude."""
+    config = fa.LossConfig("gspo", 1.0, 0.0)
+    log_probs, old = torch.tensor([[-61.0, -61.0], [-math.inf, -1.0]]), torch.full((2, 2), -1.0)
+    out, gradient = run(config, log_probs, old, torch.ones(2), reduction="none", backend=backend)
+    assert out.loss[0].tolist() == pytest.approx([-math.exp(-60)] * 2, rel=1e-4)
+    assert out.loss[1].abs().max() < 1e-34
+    assert gradient.isfinite().all()
+
+
+@ON
+def test_shared_gradients_of_long_rollouts_and_of_tokens_of_weight_zero(backend: str) -> None:
+    """A rollout over three blocks of work; tokens of weight 0 get nothing and do not count."""
+    g = torch.Generator().manual_seed(5)
+    tokens = 40_000
+    log_probs, mask = -torch.rand(tokens, generator=g), torch.rand(tokens, generator=g) < 0.7
+    old = log_probs + 0.1 * torch.randn(tokens, generator=g)
+    weights = (torch.rand(tokens, generator=g) < 0.8).float()
+    config = fa.LossConfig("gspo", 0.9, 9.0, sequence_gradient="mean", loss_agg_mode="token-sum")
+    for kl in (None, fa.KL("k2", 0.5)):
+        given = {"weights": weights, "ref_log_probs": old - 0.3 if kl else None, "backend": backend}
+        _, gradient = run(config.but(kl=kl), log_probs, old, torch.randn(tokens, generator=g), mask, **given)
+        assert gradient[~mask | (weights == 0)].abs().sum() == 0
+        if kl is None:
+            assert gradient[mask & (weights != 0)].unique().numel() == 1
+
+
+def test_a_shared_gradient_is_rounded_once() -> None:
+    """In bfloat16, where the KL's gradient nearly cancels the policy's."""
+    g = torch.Generator().manual_seed(0)
+    log_probs = (-torch.rand(1, 64, generator=g)).bfloat16()
+    old = (log_probs.float() + 0.01 * torch.randn(1, 64, generator=g)).bfloat16()
+    ref = (log_probs.float() - 1 + 0.001 * torch.randn(1, 64, generator=g)).bfloat16()
+    config = fa.LossConfig("gspo", 0.2, 0.2, sequence_gradient="mean", kl=fa.KL("k2", 1.0))
+    gradients = [
+        run(config, *(t.to(dtype) for t in (log_probs, old, torch.ones(1))), ref_log_probs=ref.to(dtype),
+            denominator=1.0, backend=backend)[1]
+        for dtype, backend in ((torch.bfloat16, "cpu"), (torch.float64, "reference"))
+    ]  # fmt: skip
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=5e-3, atol=1e-6)
+
+
+def test_upstream_gradients_of_excluded_rollouts_stay_out() -> None:
+    weights = torch.tensor([0.0, 1.0])
+    for backend in BACKENDS:
+        leaf = torch.full((2, 2), -1.0, requires_grad=True)
+        out = fa.policy_loss(leaf, leaf.detach(), torch.ones(2), torch.ones(2, 2), weights=weights, reduction="none",
+                             backend=backend)  # fmt: skip
+        out.loss.backward(torch.tensor([[math.nan, 1.0], [1.0, 1.0]]))
+        assert leaf.grad.tolist() == [[0.0, 0.0], [-1.0, -1.0]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what it loads for forward mode
+def test_forward_mode_runs_on_the_reference() -> None:
+    import torch.autograd.forward_ad as fw
+
+    log_probs = torch.full((3,), -1.0)
+    given = (log_probs, torch.ones(3), torch.ones(3))
+    with fw.dual_level():
+        dual = fw.make_dual(log_probs, torch.ones(3))
+        assert float(fw.unpack_dual(fa.policy_loss(dual, *given).loss).tangent) == pytest.approx(-1.0)
+        with pytest.raises(fa.BackendUnavailableError, match="transforms"):
+            fa.policy_loss(dual, *given, backend="cpu")
+
+
+def test_inputs_from_inference_mode_reach_every_loss() -> None:
+    with torch.inference_mode():
+        old, labels, hidden = torch.full((4,), -1.0), torch.arange(4) % 3, torch.randn(4, 5)
+    weight = torch.randn(3, 5, requires_grad=True)
+    fa.linear_policy_loss(hidden.clone(), weight, labels, old, torch.ones(4), torch.ones(4)).loss.backward()
+    assert weight.grad.isfinite().all()
+    log_probs, entropy = old, torch.ones(4, requires_grad=True)
+    config = fa.LossConfig(entropy_coef=0.1)
+    fa.policy_loss(log_probs, old, torch.ones(4), torch.ones(4), config=config, entropy=entropy).loss.backward()
+    assert entropy.grad.tolist() == pytest.approx([-0.025] * 4)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_covariance_losses_in_a_graph(loss: str) -> None:
+    log_probs = -torch.rand(64, generator=torch.Generator().manual_seed(0))
+    config = fa.LossConfig(loss, cov_fraction=0.2)
+
+    def value(leaf: Tensor) -> Tensor:
+        return fa.policy_loss(leaf, log_probs, 3 * log_probs.sin(), torch.ones(64), config=config).loss
+
+    leaf = 1.1 * log_probs
+    torch.testing.assert_close(torch.compile(value, fullgraph=True, backend="aot_eager")(leaf), value(leaf))
+
+
+def test_norms_are_of_real_tensors() -> None:
+    with pytest.raises(TypeError, match=r"tensors\[1\] is a NoneType"):
+        fa.global_norm([torch.ones(2), None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"tensors\[0\] is of dtype torch.complex64"):
+        fa.global_norm([torch.ones(2) * 1j])

@@ -136,7 +136,8 @@ def row_log_ratios(
     """Log-ratio `[B]` that a sequence loss is made of; None where the backend finds it itself, or none is needed."""
     if given is not None:
         if config.loss not in ("gspo", "vespo"):
-            raise ValueError(f"{op}: sequence_log_ratios is given, but the {config.loss!r} loss has a ratio per token")
+            why = "clips each token's" if config.loss == "gmpo" else "has a ratio per token"
+            raise ValueError(f"{op}: sequence_log_ratios is given, but the {config.loss!r} loss {why}")
         if config.sequence_gradient == "mean":
             raise ValueError(
                 f"{op}: sequence_log_ratios is given, but sequence_gradient='mean' needs all of a rollout's tokens in "

@@ -150,10 +150,11 @@ def launch_into(
     validation.native_faults("policy_loss", faults)
 
 
-def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+def _gradient_dtype(dtype: torch.dtype, formula: list[float]) -> torch.dtype:
     """Float16 gradients stay float32 until the upstream gradient has multiplied them: without the loss scale that it
-    carries, most would be 0."""
-    return torch.float32 if dtype == torch.float16 else dtype
+    carries, most would be 0. A gradient that a rollout shares is a sum, to be rounded once."""
+    shared = formula[-1] != 0  # Formula.shared_gradient
+    return torch.float32 if dtype == torch.float16 or shared else dtype
 
 
 def _fake(
@@ -167,21 +168,24 @@ def _fake(
     value = log_probs.new_empty(log_probs.shape if per_token else (), dtype=torch.float32)
     like_entropy = log_probs if entropy is None else entropy
     buffers = [
-        t.new_empty(t.shape if wanted else (0,), dtype=_gradient_dtype(t.dtype))
+        t.new_empty(t.shape if wanted else (0,), dtype=_gradient_dtype(t.dtype, formula))
         for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
     ]
     return value, *buffers, log_probs.new_empty(len(SUMS), dtype=torch.float64)  # type: ignore[return-value]
 
 
-def _of_counted(grad_loss: Tensor, mask: Tensor, token_weights: Tensor | None) -> Tensor:
+def _of_counted(grad_loss: Tensor, given: Inputs) -> Tensor:
     """Upstream gradients without those of tokens that do not count: from there nothing may come in."""
-    return torch.where(arguments.active(mask, token_weights) != 0, grad_loss, 0.0)
+    on = arguments.active(given.mask, given.token_weights) != 0
+    if given.row_weights is not None:
+        on = on & Rows.trusted(given.mask, given.cu_seqlens).spread(given.row_weights != 0)
+    return torch.where(on, grad_loss, 0.0)
 
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    *gradients, mask, token_weights = ctx.saved_tensors
+    gradients = ctx.saved_tensors[:2]
     if ctx.per_token:
-        grad_loss = _of_counted(grad_loss, mask, token_weights)
+        grad_loss = _of_counted(grad_loss, Inputs(*ctx.saved_tensors[2:]))
     scaled = [
         (g * grad_loss).to(dtype) if wanted else None
         for g, dtype, wanted in zip(gradients, ctx.dtypes, ctx.gradients, strict=True)
@@ -192,8 +196,7 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     log_probs, entropy, tensors, _, ctx.gradients, ctx.per_token = inputs
     ctx.dtypes = (log_probs.dtype, log_probs.dtype if entropy is None else entropy.dtype)
-    given = Inputs(*tensors)
-    ctx.save_for_backward(output[1], output[2], given.mask, given.token_weights)
+    ctx.save_for_backward(output[1], output[2], *tensors)
 
 
 @native_op("policy_loss", _fake, autograd=(_backward, _setup_context))
@@ -207,7 +210,7 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like_entropy = log_probs if entropy is None else entropy
     gradient, entropy_gradient = (
-        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype))
+        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype, formula))
         for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
     )
     value = native.empty(log_probs.shape if per_token else (), torch.float32)
@@ -238,8 +241,7 @@ class PolicyLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
         value, *ctx.gradients, sums = launch(log_probs, entropy, list(inputs), list(formula), ctx.wanted, per_token)
-        kept = [t.clone() if t is not None and t.is_inference() else t for t in inputs]  # autograd saves no others
-        ctx.save_for_backward(log_probs, entropy, *kept)
+        ctx.save_for_backward(*(validation.saveable(t) for t in (log_probs, entropy, *inputs)))
         ctx.formula, ctx.per_token = list(formula), per_token
         ctx.mark_non_differentiable(sums)
         return value, sums
@@ -252,7 +254,7 @@ class PolicyLoss(torch.autograd.Function):
         if gradients is None:
             _, *gradients, _ = launch(log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
         if ctx.per_token:
-            grad_loss = _of_counted(grad_loss, Inputs(*inputs).mask, Inputs(*inputs).token_weights)
+            grad_loss = _of_counted(grad_loss, Inputs(*inputs))
         if ctx.per_token or float(grad_loss) != 1.0:
             gradients = [g.mul_(grad_loss) if wanted else g for g, wanted in zip(gradients, ctx.wanted, strict=True)]
         mine = [

@@ -37,6 +37,19 @@ class Sampler:
     constrained: bool = False
     speculative: bool = False
 
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("temperature", 1e-6, 1e6),
+            ("top_p", 0.0, 1.0),
+            ("top_k", -1, 2**31),
+            ("min_p", 0.0, 1.0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"Sampler: {name} is {value!r}; pass a number")
+            if not low <= value <= high:
+                raise ValueError(f"Sampler: {name} is {value}; it must be between {low} and {high}")
+
 
 def score_centering_loss(
     log_probs: Tensor,

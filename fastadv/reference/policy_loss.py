@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastadv.losses import LossConfig
+from fastadv.losses import SEQUENCE_LOSSES, LossConfig
 from fastadv.reference.corrections import token_weights
 from fastadv.reference.kl import penalty
 from fastadv.reference.policy_terms import TERMS, Terms, TokenTerms
@@ -69,7 +69,7 @@ def policy_loss(
         )
 
     # A rollout's ratio belongs to all of its tokens, the rejected ones too.
-    terms = terms_where(on if config.loss in ("gspo", "gmpo") else used)
+    terms = terms_where(on if config.loss in SEQUENCE_LOSSES else used)
     policy = torch.where(used, terms.loss, 0.0)
     if correction is not None and config.loss != "vespo":  # vespo has them in its rollout's weight
         policy = policy * torch.where(used, correction, 0.0)

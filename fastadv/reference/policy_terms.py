@@ -114,7 +114,8 @@ def gspo(t: Terms) -> TokenTerms:
     row = t.row_mean(t.raw) if t.row_log_ratios is None else t.row_log_ratios.to(t.raw.dtype)
     log_ratio = t.rows.spread(row)  # [N] or [B, T]
     if t.config.sequence_gradient == "straight-through":
-        log_ratio = log_ratio.detach() + t.log_probs - t.log_probs.detach()
+        own = torch.where(t.log_probs.isfinite(), t.log_probs, 0.0)  # -inf has no gradient, and no difference to itself
+        log_ratio = log_ratio.detach() + (own - own.detach())
     saturated = log_ratio > t.config.log_ratio_bound
     ratio = log_ratio.clamp(-80.0, t.config.log_ratio_bound).exp()
     loss, clipped, bounded = surrogate(ratio, t.advantages, t.config)
