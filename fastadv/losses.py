@@ -209,7 +209,7 @@ class LossConfig:
             raise ValueError(f"{me}: delta is {self.delta}; it must be at least 1 + clip_high, {1 + self.clip_high}")
         _between(me, "log_ratio_bound", self.log_ratio_bound, _TINY, 80.0, "in (0, 80], where float32's exp is finite")
         for name in ("tau_pos", "tau_neg"):
-            _between(me, name, getattr(self, name), 1e-6, 1e6, "in [1e-6, 1e6]")
+            _between(me, name, getattr(self, name), 1e-6, 80.0, "in [1e-6, 80]")
         for name in ("gamma_pos", "gamma_neg"):
             pair = getattr(self, name)
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:

@@ -6,30 +6,6 @@
 
 namespace fastadv {
 
-// 2^x for |x| <= 120: x = n + f with n whole, a polynomial of degree 6 in f (least largest relative error on [-0.5, 0.5],
-// constant term exactly 1), then n into the exponent. Relative error below 1e-7. NaN stays NaN.
-FASTADV_INLINE Lanes exp2_bounded(const Lanes& x) {
-  Lanes result;
-  for (int k = 0; k < detail::kRegisters; ++k) {
-    const float round_to_int = 12582912.0f;  // 1.5 * 2^23: leaves n in the low bits of the sum
-    const detail::FloatVector sum = x.v[k] + round_to_int;
-    const detail::FloatVector f = x.v[k] - (sum - round_to_int);
-    detail::FloatVector p = f * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
-    p = p * f + 0x1.3b2d4cp-7f;
-    p = p * f + 0x1.c6aee8p-5f;
-    p = p * f + 0x1.ebfbdcp-3f;
-    p = p * f + 0x1.62e43p-1f;
-    p = p * f + 1.0f;
-    detail::IntVector exponent;
-    std::memcpy(&exponent, &sum, sizeof(exponent));
-    exponent = (exponent + 127) << 23;  // what else is in `sum` is shifted out
-    detail::FloatVector power;
-    std::memcpy(&power, &exponent, sizeof(power));
-    result.v[k] = p * power;
-  }
-  return result;
-}
-
 // The larger of two; a NaN in `a` is dropped.
 FASTADV_INLINE Lanes larger(const Lanes& a, const Lanes& b) { return select(a > b, a, b); }
 

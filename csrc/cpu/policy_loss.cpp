@@ -118,15 +118,15 @@ FASTADV_INLINE void sixteen_tokens(const Tile& t, int64_t i, const PolicyLossRul
     if (t.extra[kRefLogProbs] || t.extra[kEntropy]) sums.policy.add(policy);
     if (t.shared_gradient) sums.gradient.add(policy_gradient);
   }
-  sums.clipped.add(term.clipped & on);
-  sums.bounded.add(term.bounded & on);
-  sums.saturated.add(term.saturated & on);
+  if constexpr (kLoss != Loss::kReinforce && kLoss != Loss::kSapo) sums.clipped.add(term.clipped & on);
+  if constexpr (kLoss == Loss::kPpo || kLoss == Loss::kGspo) sums.bounded.add(term.bounded & on);
+  if constexpr (kLoss != Loss::kReinforce) sums.saturated.add(term.saturated & on);
   sums.negative_log_ratio.add(-term.log_ratio);
   sums.tokens.add(on);
 }
 
 template <Loss kLoss, bool kExtended>
-void run_tile(const Tile& given, int64_t n, const PolicyLossRule& given_rule, TileSums& total) {
+__attribute__((noinline)) void run_tile(const Tile& given, int64_t n, const PolicyLossRule& given_rule, TileSums& total) {
   // Copies: what the loop stores could otherwise alias what it reads, and each step would read it again.
   const Tile tile = given;
   const PolicyLossRule rule = given_rule;

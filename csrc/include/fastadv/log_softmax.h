@@ -14,8 +14,6 @@ constexpr float kPowerFloor = -115.0f;
 // Squares of powers below this are 0 too: they would be subnormal, which some processors take 100 cycles for.
 constexpr float kSquareFloor = -62.0f;
 
-FASTADV_INLINE float exp2_bounded(float x) { return exp2f(x); }
-
 // What a row, or a part of one, leaves: online normalizer (Milakov and Gimelshein 2018, alg. 3) with two more sums.
 // z are logits after softcap and temperature.
 template <class F>

@@ -95,15 +95,19 @@ FASTADV_INLINE auto cispo_term(F log_prob, F old_log_prob, F advantage, const Lo
 template <class F>
 FASTADV_INLINE auto sapo_term(F log_prob, F old_log_prob, F advantage, const LossParameters& p) {
   using Flag = decltype(log_prob < log_prob);
-  const F zero(0.0f), one(1.0f), four(4.0f), eighty(80.0f), bound(p.log_ratio_bound), raw = log_prob - old_log_prob;
+  constexpr float kLog2E = 1.44269504088896341f;
+  const F zero(0.0f), one(1.0f), least(-115.0f), bound(p.log_ratio_bound), raw = log_prob - old_log_prob;
   const F log_ratio = clamp(raw, -bound, bound);
   const F ratio = exp_bounded(log_ratio);
   const Flag positive = advantage > zero;
-  const F tau = select(positive, F(p.tau_pos), F(p.tau_neg)), scale = select(positive, F(4.0f / p.tau_pos), F(4.0f / p.tau_neg));
-  const F odds = exp_bounded(clamp(-(tau * (ratio - one)), -eighty, eighty));  // (1 - g) / g
-  const F gate = one / (one + odds);
+  const F tau = select(positive, F(p.tau_pos * kLog2E), F(p.tau_neg * kLog2E));
+  const F scale = select(positive, F(4.0f / p.tau_pos), F(4.0f / p.tau_neg));
+  // (1 - g) / g = e^-tau(r - 1). It is at most e^tau, and tau at most 80; where it is 2^-115, g is 1.
+  const F power = tau * (one - ratio);
+  const F odds = exp2_bounded(select(power < least, least, power));
+  const F gate = reciprocal(one + odds);
   const Flag saturated = (raw > bound) | (raw < -bound), never = log_prob < log_prob;
-  const F gradient = -advantage * ratio * (four * gate * (odds * gate));
+  const F gradient = -advantage * ratio * (F(4.0f) * gate * (odds * gate));
   return TokenTerm<F, Flag>{-advantage * gate * scale, select(saturated, zero, gradient), log_ratio, never, never, saturated};
 }
 

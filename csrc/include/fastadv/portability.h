@@ -27,4 +27,10 @@ FASTADV_INLINE F clamp(F x, F low, F high) {
 // exp for arguments that were cut to a bound of at most 80 first.
 FASTADV_INLINE float exp_bounded(float x) { return expf(x); }
 
+// 1 / x for x between 2^-120 and 2^120.
+FASTADV_INLINE float reciprocal(float x) { return 1.0f / x; }
+
+// 2^x for arguments of at most 120 either way.
+FASTADV_INLINE float exp2_bounded(float x) { return exp2f(x); }
+
 }  // namespace fastadv
