@@ -86,12 +86,13 @@ def gspo_trl(b: Batch, log_probs: Tensor) -> Tensor:
 
 
 PLAIN = fa.LossConfig()
-LOSSES: dict[str, tuple[fa.LossConfig, Formula, float]] = {
+# The presets have a bar over ppo's time; what is added to ppo reads more and has none.
+LOSSES: dict[str, tuple[fa.LossConfig, Formula, float | None]] = {
     "reinforce": (PRESETS["reinforce"], reinforce, 1.6),
     "cispo/verl": (PRESETS["cispo/verl"], cispo, 1.6),
     "sapo": (PRESETS["sapo"], sapo, 1.6),
-    "ppo with TIS": (PLAIN.but(correction=fa.Correction("tis")), ppo_tis, 1.6),
-    "ppo with k3": (PLAIN.but(kl=fa.KL("k3", 0.01)), ppo_k3, 1.6),
+    "ppo with TIS": (PLAIN.but(correction=fa.Correction("tis")), ppo_tis, None),
+    "ppo with k3": (PLAIN.but(kl=fa.KL("k3", 0.01)), ppo_k3, None),
     "gspo/verl": (PRESETS["gspo/verl"], gspo_verl, 2.0),
     "gspo/trl": (PRESETS["gspo/trl"], gspo_trl, 2.0),
 }
