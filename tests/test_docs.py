@@ -49,19 +49,37 @@ QUOTED = {
     "ppo kernel (loss, gradient, metrics) against verl's eager forward and backward": (
         "policy_loss", "raw op / verl eager forward and backward",
     ),
-    "against `torch.compile` of the same formula": ("policy_loss", "raw op / torch.compile of the formula"),
+    "against `torch.compile` of the same formula": (
+        "policy_loss", "raw op / torch.compile of the formula",
+    ),
     "`policy_loss(...).loss.backward()` against verl's eager forward and backward": (
         "policy_loss", "policy_loss().backward() / verl eager",
     ),
-    "against `torch.compile`": ("policy_loss", "policy_loss().backward() / torch.compile"),
+    "against `torch.compile`": (
+        "policy_loss", "policy_loss().backward() / torch.compile",
+    ),
     "turn-reached advantages to tokens against the PyTorch reference": (
         "advantages", "to tokens / the PyTorch reference",
+    ),
+    "[1024, 151936] bfloat16 logits to log-probs, entropy, sum of squares, against eager PyTorch": (
+        "log_probs", "bfloat16: forward / eager",
+    ),
+    "against `torch.compile` of that": (
+        "log_probs", "bfloat16: forward / torch.compile",
+    ),
+    "loss and gradients from hidden states [4096, 1024], vocabulary 32,768, 60 % masked, against torch's own": (
+        "linear_float32", "linear_policy_loss / torch.nn.functional.linear_cross_entropy",
+    ),
+    "against chunks of rows with torch's autograd": (
+        "linear_float32", "linear_policy_loss / chunks of rows, torch autograd for each",
     ),
 }  # fmt: skip
 # Factors in the README's prose, each after these words.
 QUOTED_FLOORS = {
     r"The kernel takes ([\d.]+) times": ("policy_loss", "raw op / floor of 17 bytes a token"),
     r"the autograd path ([\d.]+) times": ("policy_loss", "policy_loss().backward() / floor"),
+    r"\(reinforce\) to ([\d.]+) times": ("losses", "gspo/trl / ppo"),
+    r"of 1.6, sapo with ([\d.]+)\.": ("losses", "sapo / ppo"),
     r"turn-reached advantages\s+([\d.]+) times": (
         "advantages", "turn-reached advantages into a buffer / floor of 8 bytes a token",
     ),
