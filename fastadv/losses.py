@@ -75,8 +75,8 @@ class Correction:
 
     Denominators are not changed by a weight of 0.
 
-    Source: TIS, fengyao.notion.site/off-policy-rl; MIS and the levels, yingru.notion.site/mismatch; IcePop,
-    arXiv 2510.18855.
+    Source: TIS, fengyao.notion.site/off-policy-rl; MIS and the levels, "When Speed Kills Stability",
+    richardli.xyz/rl-collapse (both as verl cites them); IcePop, the Ring-1T report (Ling Team 2025).
     """
 
     kind: str = "tis"
@@ -126,12 +126,12 @@ class LossConfig:
 
     Attributes:
         loss: "reinforce", -A log_prob (Williams 1992); "ppo", the clipped surrogate (Schulman et al. 2017, eq. 7;
-            GRPO's loss too); "cispo", -A sg(clip(r)) log_prob (arXiv 2506.13585, eq. 4); "sapo",
+            GRPO's loss too); "cispo", -A sg(clip(r)) log_prob (arXiv 2506.13585); "sapo",
             -A sigmoid(tau (r - 1)) 4 / tau (arXiv 2511.20347); "gspo", the surrogate of the rollout's ratio, exp of the
             mean log-ratio (arXiv 2507.18071); "vespo", -A phi(w) log_prob with w the rollout's product of ratios and
-            phi(w) = w^k e^(lambda (1 - w)), log w cut to [ln 1e-8, 20]; "gmpo", -mean(A) exp(mean of clipped
-            log-ratios), one term a rollout (arXiv 2507.20673); "clip_cov" and "kl_cov", which treat a few tokens of
-            high covariance between advantage and log-prob apart (arXiv 2505.22617).
+            phi(w) = w^k e^(lambda (1 - w)), log w cut to [ln 1e-8, 20] (arXiv 2602.10693); "gmpo", -mean(A) exp(mean of
+            clipped log-ratios), one term a rollout (arXiv 2507.20673); "clip_cov" and "kl_cov", which treat a few
+            tokens of high covariance between advantage and log-prob apart (arXiv 2505.22617).
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476, eq. 5);
             for "gmpo" the log-ratio is clipped to [-clip_low, clip_high]. With clip_low 1 there is no lower bound.
         dual_clip: bound c > 1: the loss of a token with negative advantage is at most -c * advantage (arXiv 1912.09729,
@@ -290,7 +290,7 @@ _GSPO_TRL = LossConfig(
 
 PRESETS: Mapping[str, LossConfig] = MappingProxyType({
     "reinforce": LossConfig("reinforce"),
-    "gpg": LossConfig("reinforce"),  # arXiv 2504.02546; its advantages are its own
+    "gpg": LossConfig("reinforce"),  # verl's name; its advantages are its own
     "ppo": LossConfig("ppo"),
     "ppo/verl": LossConfig("ppo", dual_clip=3.0),  # verl's "vanilla" with its default clip_ratio_c
     "grpo": _GRPO,  # DeepSeekMath, arXiv 2402.03300, eq. 3; TRL's "grpo"
@@ -298,13 +298,13 @@ PRESETS: Mapping[str, LossConfig] = MappingProxyType({
     "dr_grpo": LossConfig("ppo", loss_agg_mode="seq-mean-token-sum-norm", denominator="candidates"),  # 2503.20783
     "dapo": LossConfig("ppo", clip_high=0.28),  # arXiv 2503.14476, eq. 8 and section 4.1
     "dapo/verl": LossConfig("ppo", clip_high=0.28, dual_clip=10.0),  # the recipe's clip_ratio_c
-    "gspo/verl": _GSPO_VERL,  # clips of arXiv 2507.18071, section 5.1
+    "gspo/verl": _GSPO_VERL,  # clips of the paper, arXiv 2507.18071
     "gspo/trl": _GSPO_TRL,
     "cispo/verl": LossConfig("cispo"),
     "cispo/trl": LossConfig("cispo", clip_low=1.0, clip_high=4.0, log_ratio_bound=80.0),  # epsilon_high 5, absolute
     "tis/roll": LossConfig("cispo", clip_low=1.0, clip_high=0.0),  # coefficient min(r, 1)
     "sapo": LossConfig("sapo", loss_agg_mode="seq-mean-token-mean"),
-    "luspo": _GSPO_TRL.but(loss_agg_mode="seq-mean-token-sum"),  # TRL: a rollout's loss times its length
+    "luspo": _GSPO_TRL.but(loss_agg_mode="seq-mean-token-sum"),  # arXiv 2602.05261: a rollout's loss times its length
     "vespo": LossConfig("vespo"),
     "gmpo": LossConfig(
         "gmpo", 0.4, 0.4, loss_agg_mode="seq-mean-token-mean", denominator="candidates", log_ratio_bound=80.0

@@ -1,4 +1,4 @@
-"""Known values of every loss, presets, rollouts' ratios, corrections, KL and entropy."""
+"""Known values of every loss, presets, configuration, rollouts' ratios and upstream gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from draws import BACKENDS, Shape
+from loss_runs import ON, rollouts, run
 from torch import Tensor
 
 import fastadv as fa
 from fastadv.losses import LOSSES, NATIVE_LOSSES, PRESETS
-
-ON = pytest.mark.parametrize("backend", BACKENDS)
 
 # Per-token loss and gradient at ratios .5, 1, 1.5, 4 with advantages +1 and -1: log_prob = ln r - 2, old = -2, a token
 # a rollout. The numbers were computed in float64 from the papers' formulas and checked against TRL, verl and ROLL.
@@ -53,17 +52,6 @@ SIGNS = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
 
 def has_kernel(config: fa.LossConfig, backend: str) -> bool:
     return backend == "reference" or config.loss in NATIVE_LOSSES
-
-
-def run(
-    config: Any, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None = None, **given: Any
-) -> Any:
-    """(output, gradient) of a loss."""
-    leaf = log_probs.clone().requires_grad_()
-    mask = torch.ones_like(log_probs) if mask is None else mask
-    out = fa.policy_loss(leaf, old, advantages, mask, config=config, **given)
-    out.loss.sum().backward()
-    return out, leaf.grad
 
 
 RUNS = [(name, b) for name, config in CONFIGS.items() for b in BACKENDS if has_kernel(config, b)]
@@ -205,19 +193,6 @@ def test_a_loss_without_a_kernel_says_so() -> None:
 # ---- rollouts' ratios ------------------------------------------------------------------------------------------------
 
 
-def rollouts(seed: int = 0) -> dict[str, Tensor]:
-    d = Shape(lengths=(40, 1, 0, 17), seed=seed).draw()
-    log_probs = -d.uniform(*d.tokens)
-    return {
-        "log_probs": log_probs,
-        "old": log_probs + 0.2 * d.normal(*d.tokens),
-        "mask": d.mask,
-        "cu_seqlens": d.cu_seqlens,
-        "advantages": d.normal(d.rows),
-        "per token": d.normal(*d.tokens),
-    }
-
-
 @ON
 def test_gspo_of_both_owners_agree_where_the_advantage_is_constant(backend: str) -> None:
     b = rollouts()
@@ -289,268 +264,6 @@ def test_sequence_log_ratios(backend: str) -> None:
     assert visible.sum.isnan().tolist() == [True, False, False]
 
 
-# ---- corrections -----------------------------------------------------------------------------------------------------
-
-
-def weight_of(correction: Any, old: Tensor, rollout: Tensor, backend: str, **given: Any) -> Tensor:
-    """Weights as they multiply reinforce: log-prob 1 and advantage -1 make the token loss the weight itself."""
-    config = fa.LossConfig("reinforce", correction=correction)
-    ones = torch.ones_like(old)
-    out = fa.policy_loss(
-        ones, old, -ones, ones, config=config, rollout_log_probs=rollout, reduction="none", backend=backend, **given
-    )
-    return out.loss
-
-
-LOG_RATIO = torch.tensor([[-2.0, 0.0, 0.5], [0.3, 0.3, 0.3], [200.0, 0.0, 0.0]])
-
-
-@ON
-def test_corrections_of_every_kind_and_level(backend: str) -> None:
-    old = torch.full((3, 3), -1.0)
-    rollout = old - LOG_RATIO
-    e = math.exp
-    by_token = {
-        "tis": [[0.5, 1, e(0.5)], [e(0.3)] * 3, [2.0, 1, 1]],
-        "mis": [[0, 1, e(0.5)], [e(0.3)] * 3, [0, 1, 1]],
-        "reject": [[0, 1, 1], [1, 1, 1], [0, 1, 1]],
-    }
-    by_row = {
-        ("tis", "sequence"): [0.5, 2.0, 2.0],
-        ("mis", "sequence"): [0, 0, 0],
-        ("mis", "geometric"): [e(-0.5), e(0.3), 0],
-        ("tis", "geometric"): [e(-0.5), e(0.3), 2.0],
-        ("reject", "geometric"): [1, 1, 0],
-    }
-    for kind, expected in by_token.items():
-        weight = weight_of(fa.Correction(kind, low=0.5), old, rollout, backend)
-        torch.testing.assert_close(weight, torch.tensor(expected).float(), msg=kind)
-    for (kind, level), rows in by_row.items():
-        weight = weight_of(fa.Correction(kind, level, low=0.5), old, rollout, backend)
-        torch.testing.assert_close(weight, torch.tensor(rows)[:, None].expand(3, 3).float(), msg=f"{kind} {level}")
-
-
-@ON
-def test_corrections_multiply_and_a_veto_rejects_the_rollout(backend: str) -> None:
-    old = torch.full((3, 3), -1.0)
-    rollout = old - LOG_RATIO
-    both = (fa.Correction("reject", "geometric", 0.5, 2.0), fa.Correction("tis", high=1.5))  # NeMo-RL's seq-mask-tis
-    expected = torch.tensor([[math.exp(-2), 1, 1.5], [math.exp(0.3)] * 3, [0.0, 0, 0]])
-    torch.testing.assert_close(weight_of(both, old, rollout, backend), expected)
-    vetoed = weight_of(fa.Correction("tis", high=1.5, veto=0.2), old, rollout, backend)
-    torch.testing.assert_close(vetoed, torch.tensor([[0.0] * 3, [math.exp(0.3)] * 3, [1.5, 1, 1]]))
-    config = fa.LossConfig(correction=fa.Correction("mis", "geometric", 0.5, 2.0, veto=0.2))
-    out = fa.policy_loss(old, old, torch.ones(3), torch.ones(3, 3), config=config, rollout_log_probs=rollout,
-                         backend=backend)  # fmt: skip
-    assert out.metrics["is_row_rejected_fraction"] == pytest.approx(1 / 3)
-    assert out.metrics["is_veto_fraction"] == pytest.approx(1 / 3)
-    assert out.metrics["is_rejected_fraction"] == pytest.approx(2 / 3)
-    assert out.metrics["is_weight_mean"] == pytest.approx(math.exp(0.3) / 3)
-
-
-@ON
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_missing_sampler_log_probs(level: str, backend: str) -> None:
-    old = torch.tensor([[-1.0, -1.0, -1.0]])
-    rollout = torch.tensor([[-1.2, math.nan, -1.4]])
-    present = {
-        "token": [math.exp(0.2), 1.0, math.exp(0.4)],
-        "sequence": [math.exp(0.6)] * 3,
-        "geometric": [math.exp(0.3)] * 3,
-    }
-    neutral = weight_of(fa.Correction("tis", level, high=5.0), old, rollout, backend)
-    torch.testing.assert_close(neutral, torch.tensor([present[level]]))
-    excluded = weight_of(fa.Correction("tis", level, high=5.0, missing="exclude"), old, rollout, backend)
-    torch.testing.assert_close(excluded, torch.tensor([present[level]]) * torch.tensor([1.0, 0.0, 1.0]))
-    config = fa.LossConfig(correction=fa.Correction("tis", level))
-    out = fa.policy_loss(old, old, -old, torch.ones(1, 3), config=config, rollout_log_probs=rollout, backend=backend)
-    assert out.metrics["is_missing_fraction"] == pytest.approx(1 / 3)
-
-
-@ON
-def test_a_correction_touches_the_policy_term_only(backend: str) -> None:
-    """KL and entropy of a rejected token stay; denominators too; the loss weight multiplies all."""
-    log_probs, ref, entropy = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.tensor([0.7, 0.9])
-    rollout = torch.tensor([-1.0, 5.0])  # the second ratio is e^-7
-    config = fa.LossConfig("reinforce", correction=fa.Correction("mis", low=0.5), kl=fa.KL("k1", 2.0), entropy_coef=0.1)
-    leaf, entropy = log_probs.clone().requires_grad_(), entropy.requires_grad_()
-    given = {"ref_log_probs": ref, "rollout_log_probs": rollout, "entropy": entropy, "config": config}
-    out = fa.policy_loss(leaf, log_probs, torch.tensor([3.0, 4.0]), torch.ones(2), weights=torch.tensor([0.5, 0.25]),
-                         backend=backend, **given)  # fmt: skip
-    out.loss.backward()
-    terms = [0.5 * (3.0 + 2 * 0.5 - 0.1 * 0.7), 0.25 * (0.0 + 2 * -1.0 - 0.1 * 0.9)]
-    assert out.loss.item() == pytest.approx(sum(terms) / 2)
-    assert leaf.grad.tolist() == pytest.approx([0.5 * (-3 + 2) / 2, 0.25 * 2 / 2])
-    assert entropy.grad.tolist() == pytest.approx([-0.1 * 0.5 / 2, -0.1 * 0.25 / 2])
-    assert out.metrics["policy_loss"] == pytest.approx(0.5 * 3.0 / 2)
-    assert out.metrics["kl"] == pytest.approx((0.5 - 1.0) / 2)
-    assert out.metrics["entropy"] == pytest.approx(0.8)
-
-
-# ---- KL --------------------------------------------------------------------------------------------------------------
-
-L = torch.tensor([-1000.0, -21.0, -3.0, -0.3, -1e-3, 0.0, 1e-3, 0.4, 3.0, 21.0, 1000.0])
-
-
-def kl_of(kl: fa.KL, backend: str, log_ratio: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Value and gradient of the penalty alone: advantages are 0."""
-    log_probs = L - 5.0
-    old = log_probs if log_ratio is None else log_probs - log_ratio
-    out, gradient = run(
-        fa.LossConfig(kl=kl), log_probs, old, torch.zeros_like(L), ref_log_probs=torch.full_like(L, -5.0),
-        reduction="none", backend=backend,
-    )  # fmt: skip
-    return out.loss.detach(), gradient
-
-
-@ON
-def test_kl_estimators(backend: str) -> None:
-    exact = (L - 5.0).double() + 5.0
-    values = {
-        "k1": (exact, torch.ones_like(exact)),
-        "abs": (exact.abs(), exact.sign()),
-        "k2": (exact**2 / 2, exact),
-        "low_var_kl": (
-            (exact.clamp(-20, 20).neg().expm1() + exact.clamp(-20, 20)).clamp(max=10),
-            torch.where((exact.abs() > 20) | (exact.neg().expm1() + exact > 10), 0.0, -exact.neg().expm1()),
-        ),
-    }
-    for estimator, (value, gradient) in values.items():
-        got = kl_of(fa.KL(estimator, 1.0), backend)
-        torch.testing.assert_close(got[0].double(), value, rtol=2e-6, atol=1e-9, msg=estimator)
-        torch.testing.assert_close(got[1].double(), gradient, rtol=2e-6, atol=1e-7, msg=estimator)
-        straight = kl_of(fa.KL(estimator, 1.0, "straight-through"), backend)
-        torch.testing.assert_close(straight[0].double(), value, rtol=2e-6, atol=1e-9, msg=estimator)
-        torch.testing.assert_close(straight[1].double(), exact, rtol=2e-6, atol=1e-7, msg=estimator)
-
-
-@ON
-def test_k3_is_finite_everywhere_and_exact_in_between(backend: str) -> None:
-    value, gradient = kl_of(fa.KL("k3", 1.0), backend)
-    exact = (L - 5.0).double() + 5.0
-    inside = exact.abs() <= 40
-    torch.testing.assert_close(value[inside].double(), (exact.neg().expm1() + exact)[inside], rtol=2e-5, atol=1e-9)
-    torch.testing.assert_close(gradient[inside].double(), -exact.neg().expm1()[inside], rtol=1e-4, atol=1e-7)
-    assert value.isfinite().all()
-    assert gradient.isfinite().all()
-    assert gradient[0] < 0 < gradient[-1]  # it points back to the reference
-    assert value[-1] == pytest.approx(999.0)
-
-
-def test_the_cpu_kernel_keeps_the_digits_of_a_small_kl() -> None:
-    """e^-l - 1 + l cancels where l is small; there the kernel takes the series."""
-    small = torch.logspace(-4, math.log10(0.6), 300)
-    for sign in (1, -1):
-        log_probs = (sign * small).requires_grad_()
-        zeros = torch.zeros_like(small)
-        out = fa.policy_loss(log_probs, small, zeros, zeros + 1, config=fa.LossConfig(kl=fa.KL("k3", 1.0)),
-                             ref_log_probs=zeros, reduction="none", backend="cpu")  # fmt: skip
-        out.loss.sum().backward()
-        l = log_probs.detach().double()
-        exact = l**2 / 2 - l**3 / 6 + l**4 / 24 - l**5 / 120 + l**6 / 720 - l**7 / 5040 + l**8 / 40320 - l**9 / 362880
-        torch.testing.assert_close(out.loss.detach().double(), exact, rtol=1e-6, atol=0)
-        torch.testing.assert_close(log_probs.grad.double(), -l.neg().expm1(), rtol=1e-6, atol=0)
-
-
-@ON
-def test_the_unbiased_form_multiplies_by_the_ratio_and_differentiates_it(backend: str) -> None:
-    log_ratio = torch.full_like(L, 0.3)
-    for estimator in ("k1", "k2", "low_var_kl"):
-        own = kl_of(fa.KL(estimator, 1.0), backend)
-        value, gradient = kl_of(fa.KL(estimator, 1.0, "unbiased"), backend, log_ratio)
-        ratio = math.exp(0.3)
-        torch.testing.assert_close(value, own[0] * ratio, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(gradient, (own[0] + own[1]) * ratio, rtol=1e-4, atol=1e-6)
-
-
-# ---- covariance losses -----------------------------------------------------------------------------------------------
-
-
-def test_covariance_selection() -> None:
-    d = Shape(lengths=(400, 300), seed=4, density=0.8).draw()
-    log_probs, old, advantages = -d.uniform(*d.tokens), -d.uniform(*d.tokens), 3 * d.normal(*d.tokens)
-    on = d.mask
-    covariance = (advantages - advantages[on].mean()) * (log_probs - log_probs[on].mean())
-    config = fa.LossConfig("kl_cov", cov_fraction=0.05)
-    picked = fa.covariance_selection(log_probs, old, advantages, on, config=config)
-    count = int(int(on.sum()) * 0.05)
-    assert torch.equal(picked, on & (covariance >= covariance[on].topk(count).values[-1]))
-
-    config = fa.LossConfig("clip_cov", cov_fraction=0.05, cov_low=0.3, cov_high=2.0)
-    picked = fa.covariance_selection(log_probs, old, advantages, on, config=config)
-    ratio = (log_probs - old).exp()
-    clipped = -advantages * ratio.clamp(0.8, 1.2) > -advantages * ratio
-    allowed = on & ~clipped & (covariance > 0.3) & (covariance < 2.0)
-    assert int(picked.sum()) == count < int(allowed.sum())
-    assert not (picked & ~allowed).any()
-    other = fa.covariance_selection(log_probs, old, advantages, on, config=config.but(seed=1))
-    assert not torch.equal(picked, other)
-    few = config.but(cov_fraction=1.0)
-    assert torch.equal(fa.covariance_selection(log_probs, old, advantages, on, config=few), allowed)
-    none = fa.covariance_selection(log_probs, old, advantages, torch.zeros_like(on), config=config)
-    assert not none.any()
-
-
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_micro_batches_of_covariance_losses_take_the_steps_selection(loss: str) -> None:
-    d = Shape(lengths=(60, 80, 40), seed=5).draw()
-    log_probs, old, advantages = -d.uniform(*d.tokens), -d.uniform(*d.tokens), 3 * d.normal(*d.tokens)
-    config = fa.LossConfig(loss, cov_fraction=0.1, **({"cov_low": 0.1} if loss == "clip_cov" else {}))
-    whole = run(config, log_probs, old, advantages, d.mask, cu_seqlens=d.cu_seqlens)
-    picked = fa.covariance_selection(log_probs, old, advantages, d.mask, config=config)
-    step = fa.denominators(d.mask, d.cu_seqlens)
-    losses, gradients = [], []
-    for first, last in zip(d.cu_seqlens[:-1].tolist(), d.cu_seqlens[1:].tolist(), strict=True):
-        part = slice(first, last)
-        out, gradient = run(
-            config, log_probs[part], old[part], advantages[part], d.mask[part], denominator=step, selected=picked[part]
-        )
-        losses.append(out.loss)
-        gradients.append(gradient)
-    torch.testing.assert_close(sum(losses), whole[0].loss)
-    torch.testing.assert_close(torch.cat(gradients), whole[1])
-    assert whole[0].metrics["dual_clip_fraction"] == pytest.approx(float(picked.sum() / d.mask.sum()))
-
-
-def test_ties_of_the_covariance_pick_no_more_than_their_share() -> None:
-    """Equal advantages, as in a step whose groups have no variance: every covariance is 0."""
-    log_probs = -torch.rand(10_000)
-    picked = fa.covariance_selection(log_probs, log_probs, torch.ones(10_000), torch.ones(10_000), config="kl_cov")
-    assert picked.nonzero().flatten().tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-@pytest.mark.parametrize("per_row", [False, True])
-def test_tokens_of_weight_zero_stay_out_of_the_covariance(loss: str, per_row: bool) -> None:
-    d = Shape(lengths=(60, 80, 40), seed=6, padded=True).draw()
-    log_probs, old, advantages = -d.uniform(*d.tokens), -d.uniform(*d.tokens), 3 * d.normal(*d.tokens)
-    weights = torch.tensor([1.0, 0.0, 2.0]) if per_row else (d.uniform(*d.tokens) < 0.8).float()
-    on = d.mask & ((weights[:, None] if per_row else weights) != 0)
-    config = fa.LossConfig(loss, cov_fraction=0.1, **({"cov_low": 0.1} if loss == "clip_cov" else {}))
-    clean, gradient = run(config, log_probs, old, advantages, d.mask, weights=weights)
-    assert clean.metrics["dual_clip_fraction"] > 0.05
-    for garbage in (math.nan, 1e30):
-        dirty = [torch.where(on, values, garbage) for values in (log_probs, old, advantages)]
-        out, same = run(config, *dirty, d.mask, weights=weights)
-        assert torch.equal(out.loss, clean.loss)
-        assert torch.equal(same, gradient)
-
-
-def test_the_steps_selection_is_the_calls_own_in_low_precision() -> None:
-    g = torch.Generator().manual_seed(8)
-    log_probs = -torch.rand(5000, generator=g).bfloat16()
-    old, advantages = (
-        (log_probs.float() + 0.3 * torch.randn(5000, generator=g)).bfloat16(),
-        torch.randn(5000, generator=g),
-    )
-    config = fa.LossConfig("clip_cov", cov_fraction=0.2, cov_low=0.05)
-    picked = fa.covariance_selection(log_probs, old, advantages, torch.ones(5000), config=config)
-    given = (log_probs, old, advantages, torch.ones(5000))
-    assert torch.equal(
-        fa.policy_loss(*given, config=config).loss, fa.policy_loss(*given, config=config, selected=picked).loss
-    )
-
-
 @ON
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "gspo, mean", "cispo", "sapo"])
 def test_upstream_gradients_that_differ_by_token(loss: str, backend: str) -> None:
@@ -574,35 +287,6 @@ def test_upstream_gradients_that_differ_by_token(loss: str, backend: str) -> Non
         backend = "auto"
     exact = gradient("reference", torch.float64)
     torch.testing.assert_close(gradient(backend, torch.float32).double(), exact, rtol=1e-5, atol=1e-6)
-
-
-@ON
-def test_parts_of_rollouts_take_corrections_of_both_levels(backend: str) -> None:
-    """With the rollouts' log-ratios given, a correction of tokens and missing='exclude' still read the log-probs."""
-    b = rollouts(2)
-    cu, mask = b["cu_seqlens"], b["mask"]
-    rollout = b["old"] + 0.3 * torch.randn(b["old"].shape, generator=torch.Generator().manual_seed(2))
-    rollout[mask.nonzero()[4]] = math.nan
-    both = (
-        fa.Correction("tis", high=1.1, missing="exclude"),
-        fa.Correction("mis", "geometric", 0.5, 2.0, missing="exclude"),
-    )
-    ratios = fa.sequence_log_ratios(b["old"], rollout, mask, cu, missing="skip", backend=backend)
-    given = {"cu_seqlens": cu, "backend": backend}
-    for corrections in (both, both[1]):
-        config = fa.LossConfig(correction=corrections)
-        args = (config, b["log_probs"], b["old"], b["advantages"], mask)
-        whole = run(*args, rollout_log_probs=rollout, **given)
-        parts = run(*args, rollout_log_probs=rollout, rollout_log_ratios=ratios, **given)
-        assert torch.equal(parts[0].loss, whole[0].loss)
-        assert torch.equal(parts[1], whole[1])
-        with pytest.raises(ValueError, match="rollout_log_probs is None; a correction needs it"):
-            run(*args, rollout_log_ratios=ratios, **given)
-    with pytest.raises(TypeError, match="rollout_log_ratios is a Tensor; pass what"):
-        run(*args, rollout_log_probs=rollout, rollout_log_ratios=ratios.sum, **given)
-    wrong = ratios._replace(tokens=ratios.tokens[:2])
-    with pytest.raises(ValueError, match=r"rollout_log_ratios.tokens has shape \[2\]; expected \[4\]"):
-        run(*args, rollout_log_probs=rollout, rollout_log_ratios=wrong, **given)
 
 
 def test_vespo_takes_whole_rollouts_where_weights_are_in_its_sum() -> None:
@@ -642,35 +326,11 @@ def test_upstream_gradients_of_tokens_that_do_not_count_stay_out_of_compiled_gra
 # ---- what surviving mutants asked for --------------------------------------------------------------------------------
 
 
-@ON
-def test_of_two_vetoes_the_stricter_one_counts_and_its_edge_is_inside(backend: str) -> None:
-    old = torch.full((3, 1), -1.0)
-    rollout = old + torch.tensor([[0.5], [1.0], [3.0]])
-    corrections = (fa.Correction("tis", veto=math.exp(-1.0)), fa.Correction("tis", "geometric", veto=0.1))
-    weights = weight_of(corrections, old, rollout, backend)
-    torch.testing.assert_close(weights, torch.tensor([[math.exp(-1.0)], [math.exp(-2.0)], [0.0]]))
-
-
 def test_the_configurations_horizon_goes_before_the_denominators() -> None:
     config = fa.LossConfig("reinforce", loss_agg_mode="seq-mean-token-sum-norm", horizon=10.0)
     step = fa.Denominators(tokens=1.0, sequences=1.0, candidates=1.0, horizon=2.0)
     ones = torch.ones(1, 1)
     assert float(fa.policy_loss(-ones, None, ones[0], ones, config=config, denominator=step).loss) == pytest.approx(0.1)
-
-
-@ON
-def test_the_unbiased_form_has_no_gradient_through_a_ratio_that_is_cut(backend: str) -> None:
-    log_probs, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
-    config = fa.LossConfig(kl=fa.KL("k2", 1.0, "unbiased"), log_ratio_bound=2.0)
-    _, gradient = run(config, log_probs, log_probs - 3, torch.zeros(1), ref_log_probs=ref, backend=backend)
-    assert gradient.item() == pytest.approx(0.5 * math.exp(2.0), rel=1e-5)
-
-
-@ON
-def test_impossible_under_both_policies_is_visible(backend: str) -> None:
-    never = torch.tensor([-math.inf, -1.0])
-    weights = weight_of(fa.Correction("tis"), never, never, backend)
-    assert weights.isnan().tolist() == [True, False]
 
 
 @ON
@@ -749,18 +409,6 @@ def test_inputs_from_inference_mode_reach_every_loss() -> None:
     config = fa.LossConfig(entropy_coef=0.1)
     fa.policy_loss(log_probs, old, torch.ones(4), torch.ones(4), config=config, entropy=entropy).loss.backward()
     assert entropy.grad.tolist() == pytest.approx([-0.025] * 4)
-
-
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_covariance_losses_in_a_graph(loss: str) -> None:
-    log_probs = -torch.rand(64, generator=torch.Generator().manual_seed(0))
-    config = fa.LossConfig(loss, cov_fraction=0.2)
-
-    def value(leaf: Tensor) -> Tensor:
-        return fa.policy_loss(leaf, log_probs, 3 * log_probs.sin(), torch.ones(64), config=config).loss
-
-    leaf = 1.1 * log_probs
-    torch.testing.assert_close(torch.compile(value, fullgraph=True, backend="aot_eager")(leaf), value(leaf))
 
 
 def test_norms_are_of_real_tensors() -> None:

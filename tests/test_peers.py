@@ -6,6 +6,7 @@ Opt-in, since the owners' packages are large: `make peers` installs them and run
 from __future__ import annotations
 
 from collections import defaultdict
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,7 +78,7 @@ def with_kernel(configs: dict[str, fa.LossConfig]) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def verl() -> Any:
-    return pytest.importorskip("verl.trainer.ppo.core_algos", reason="`make peers` installs verl")
+    return import_module("verl.trainer.ppo.core_algos")
 
 
 class VerlConfig(dict):  # type: ignore[type-arg]
@@ -151,7 +152,7 @@ def test_verl_kl(name: str, backend: str, verl: Any) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("threshold", [1.3, "0.6_1.4"])
 def test_verl_rollout_correction(level: str, threshold: Any, backend: str) -> None:
-    helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason="`make peers` installs verl")
+    helper = import_module("verl.trainer.ppo.rollout_corr_helper")
     c = Case(11)
     rollout = c.old + 0.2 * torch.randn(B, T, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     weights, _ = helper.compute_rollout_correction_weights(
@@ -169,7 +170,7 @@ def test_verl_rollout_correction(level: str, threshold: Any, backend: str) -> No
 
 @pytest.fixture(scope="module")
 def grpo_trainer() -> Any:
-    return pytest.importorskip("trl", reason="`make peers` installs TRL").GRPOTrainer
+    return import_module("trl").GRPOTrainer
 
 
 class Accelerator:
@@ -283,7 +284,7 @@ LIGER_RUNS = [(name, weighted) for name in LIGER for weighted in (False, True) i
 @pytest.mark.parametrize(("name", "weighted"), LIGER_RUNS)
 def test_liger(name: str, weighted: bool) -> None:
     """The chunked GRPO losses, which Liger makes from the last hidden states, against linear_policy_loss."""
-    liger = pytest.importorskip("liger_kernel.chunked_loss", reason="`make peers` installs Liger-Kernel")
+    liger = import_module("liger_kernel.chunked_loss")
     loss_type, config, options = LIGER[name]
     options = {"epsilon_low": 0.1, "epsilon_high": 0.15, "beta": 0.0, "temperature": 0.7} | options
     if config.loss in ("ppo", "gspo"):

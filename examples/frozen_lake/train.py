@@ -75,7 +75,7 @@ def training_loss(model: LlamaForCausalLM, batch: fa.Batch, arm: fa.Arm, entropy
         arm: which rollouts count, and against which baseline.
         entropy_bonus: reward for entropy, in reward a nat.
     """
-    statistics = fa.arms.freeze(batch)
+    statistics = fa.freeze(batch)
     treated = arm.apply(batch, statistics)
     log_probs, entropy = full_pass(model, batch)  # [N], [N]
     policy_loss, _ = fa.policy_loss(

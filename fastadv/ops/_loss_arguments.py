@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.losses import SELECTING_LOSSES, SEQUENCE_LOSSES, LossConfig
+from fastadv.losses import SEQUENCE_LOSSES, LossConfig
 from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.sequence_log_ratios import log_ratios_of
 from fastadv.ops.token_counts import Denominators, counts_of
@@ -210,12 +210,8 @@ def selection(
     values: Tensor,
     mask: Tensor,
     whole: bool,
-) -> Tensor | None:
+) -> Tensor:
     """Tokens that a covariance loss treats apart; `whole` where the call's tokens are all that are chosen from."""
-    if config.loss not in SELECTING_LOSSES:
-        if given is not None:
-            raise ValueError(f"{op}: selected is given, but the {config.loss!r} loss selects nothing; leave it out")
-        return None
     if given is not None:
         validation.tensor(op, "selected", given, shape=tuple(mask.shape), dtypes=(torch.bool,), device=mask.device)
         return given

@@ -37,7 +37,7 @@ def covariance_selection(
     Raises:
         ValueError, TypeError: another loss, shapes or dtypes that do not fit.
 
-    Source: arXiv 2505.22617, eqs. 11-13; verl's clip_cov and kl_cov.
+    Source: arXiv 2505.22617; verl's clip_cov and kl_cov.
     """
     op = "covariance_selection"
     config = loss_config(config)

@@ -91,7 +91,7 @@ def policy_loss(
             token.
         mask: like log_probs, bool, integer or whole-valued float: non-zero tokens count, in numerators and
             denominators.
-        config: a LossConfig, or the name of a preset of `fastadv.losses.PRESETS`.
+        config: a LossConfig, or the name of a preset of `fastadv.PRESETS`.
         cu_seqlens: `[B + 1]` int32 or int64 for packed tokens; without it, 1-D tokens are one rollout.
         turn_ids: for a SegmentTable, if not those that it was built from; 0 advantage where -1.
         rollout_log_probs: like log_probs, the sampler's, no gradient; for `config.correction`. NaN is missing.
@@ -201,12 +201,12 @@ def policy_loss(
         row_is_weights=row_is_weights,
     )
     per_token = reduction == "none"
+    if selected is not None and config.loss not in SELECTING_LOSSES:
+        raise ValueError(f"{op}: selected is given, but the {config.loss!r} loss selects nothing; leave it out")
     if backend == "reference":
         chosen = (selected, denominator is None)
         loss, sums = _reference(op, log_probs, entropy, inputs, given.kind, rows, config, chosen, per_token)
     else:
-        if selected is not None:
-            arguments.selection(op, config, selected, log_probs, old, mask, mask, True)
         loss, sums = _native(log_probs, entropy, inputs, given.kind, config, per_token)
     return LossOutput(loss, _metrics(sums, config, inputs, entropy) | row_metrics)
 

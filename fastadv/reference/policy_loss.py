@@ -53,9 +53,6 @@ def policy_loss(
         on = on & (inputs.weights != 0)
         weight = torch.where(on, inputs.weights, 0.0)
 
-    def selected(values: Tensor | None, where: Tensor = on) -> Tensor | None:
-        return None if values is None else torch.where(where, values, 0.0)
-
     correction, capped, missing = _correction(inputs, on, rows, config)
     used = on if correction is None else on & (correction != 0)
 

@@ -37,7 +37,7 @@ struct Surrogate {
   Flag bounded;
 };
 
-// Clipped surrogate (Schulman et al. 2017, eq. 7) with separate bounds (DAPO, eq. 5), a cap on the ratio (INTELLECT-2, eq. 2)
+// Clipped surrogate (Schulman et al. 2017, eq. 7) with separate bounds (DAPO, eq. 5), a cap on the ratio (INTELLECT-2)
 // and the dual clip for negative advantages (Ye et al. 2020, eq. 5). Ties go to the earlier branch: exactly on an edge the
 // gradient is the full one.
 template <class F>
@@ -78,7 +78,7 @@ FASTADV_INLINE auto gspo_term(F log_prob, F old_log_prob, F advantage, F row_log
   return TokenTerm<F, Flag>{s.loss, select(saturated, F(0.0f), s.gradient), raw, s.clipped, s.bounded, saturated};
 }
 
-// CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): -A sg(clip(r)) log_prob. The clip changes the coefficient, not who gets a gradient.
+// CISPO (MiniMax-M1, arXiv 2506.13585): -A sg(clip(r)) log_prob. The clip changes the coefficient, not who gets a gradient.
 template <class F>
 FASTADV_INLINE auto cispo_term(F log_prob, F old_log_prob, F advantage, const LossParameters& p) {
   using Flag = decltype(log_prob < log_prob);
@@ -91,7 +91,7 @@ FASTADV_INLINE auto cispo_term(F log_prob, F old_log_prob, F advantage, const Lo
                             (raw > bound) | (raw < -bound)};
 }
 
-// SAPO (arXiv 2511.20347, eq. 5): -A sigmoid(tau (r - 1)) 4 / tau; the derivative of the gate by r is 4 g (1 - g).
+// SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau; the derivative of the gate by r is 4 g (1 - g).
 template <class F>
 FASTADV_INLINE auto sapo_term(F log_prob, F old_log_prob, F advantage, const LossParameters& p) {
   using Flag = decltype(log_prob < log_prob);
