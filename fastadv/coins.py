@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
+from fastadv._graphs import constant_in_graphs
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as int64: splitmix64's increment
 
@@ -24,7 +25,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ _shifted(x, 31)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastadv import native, validation
+from fastadv._graphs import constant_in_graphs
 
 NAMES = ("reference", "cpu")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # unless an op says otherwise
@@ -85,7 +86,7 @@ _load_errors: dict[str, str] = {}
 
 # torch.compile runs this function and the next one as they are, and keeps the answer: a graph may hold a process's
 # first op, and an import cannot be traced.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _why_not(name: str) -> str | None:
     """Why a backend cannot run on this machine at all."""
     if name == "reference":
@@ -99,7 +100,7 @@ def _why_not(name: str) -> str | None:
     return _load_errors[name] or None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _missing_cpu(op: str) -> bool:
     reason = _why_not("cpu")
     if reason and not getattr(_last, "warned", False):
