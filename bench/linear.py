@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ import fastadv as fa
 from bench import peers
 from bench.harness import Line, Timing, against_floor, against_peer, interleave, write
 from fastadv.ops import _linear
+from fastadv.testing import peak_memory_rise
 
 TOKENS, SIZE, VOCAB = 4096, 1024, 32768
 MASKED = 0.6
@@ -78,19 +78,12 @@ def agree(steps: dict[str, Step], tolerance: float) -> None:
 
 
 def peak_bytes(run: Step) -> int:
-    """How far resident memory rises above where it is while `run` runs; a first run pays for pools."""
+    """What a step takes while it runs; a first one pays for pools."""
     run()
     run.clear()
-    status = Path("/proc/self/status")
-
-    def read(field: str) -> int:
-        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1]) * 1024
-
-    Path("/proc/self/clear_refs").write_text("5")
-    before = read("VmRSS")
-    run()
+    peak = peak_memory_rise(run)
     run.clear()
-    return read("VmHWM") - before
+    return peak
 
 
 def linear() -> bool:

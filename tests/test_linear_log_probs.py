@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
 from fastadv.ops import _linear
+from fastadv.testing import peak_memory_rise
 
 ON = pytest.mark.parametrize("backend", BACKENDS)
 VOCABULARIES = (1, 3, 17, 1000, 1100)
@@ -417,21 +417,6 @@ def test_otherwise_rows_depend_on_the_batch_within_rounding() -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def peak_bytes(run: Any) -> int:
-    """How far the resident memory of this process rises above where it is now while `run` runs."""
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not clear.exists():
-        pytest.skip("needs /proc")
-
-    def read(field: str) -> int:
-        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1]) * 1024
-
-    clear.write_text("5")
-    before = read("VmRSS")
-    run()
-    return read("VmHWM") - before
-
-
 @pytest.mark.parametrize("loss", [False, True], ids=("linear_log_probs", "linear_policy_loss"))
 def test_memory_is_a_chunk_of_logits_and_the_gradients(loss: bool) -> None:
     tokens, vocab, size, chunk = 4096, 16384, 32, 128
@@ -452,7 +437,7 @@ def test_memory_is_a_chunk_of_logits_and_the_gradients(loss: bool) -> None:
     for leaf in leaves.values():
         leaf.grad = None
     logits, gradients_ = 4 * chunk * vocab, sum(4 * leaf.numel() for leaf in leaves.values())
-    assert peak_bytes(run) < logits + gradients_ + 2**23
+    assert peak_memory_rise(run) < logits + gradients_ + 2**23
     assert logits + gradients_ + 2**23 < 4 * tokens * vocab / 10  # all logits would be 256 MiB
 
 
