@@ -54,22 +54,41 @@ struct PieceSums {
   }
 };
 
-// Sixteen tokens. A token outside the mask or with weight 0 is replaced before any arithmetic, so whatever lies there
-// (NaN, inf, garbage) reaches neither value, gradient nor metric. kExtended: anything beside log-probs, advantages and mask.
+// Sixteen tokens, up to their ratios. A token outside the mask or with weight 0 is replaced before any arithmetic, so whatever
+// lies there (NaN, inf, garbage) reaches neither value, gradient nor metric.
+struct Begun {
+  LaneMask on;
+  Lanes weight, log_prob, old_log_prob;
+  Ratio<Lanes, LaneMask> ratio;
+};
+
+// kExtended: anything beside log-probs, advantages and mask.
 template <Loss kLoss, bool kExtended>
-FASTADV_INLINE void sixteen_tokens(const Tile& t, int64_t i, const PolicyLossRule& rule, TileSums& sums) {
-  const Lanes zero(0.0f), one(1.0f), row_scale(t.row_scale);
-  LaneMask on = load_mask(t.mask + i);
-  Lanes weight = one;
+FASTADV_INLINE Begun begin_sixteen(const Tile& t, int64_t i, const PolicyLossRule& rule) {
+  const Lanes zero(0.0f);
+  Begun b;
+  b.on = load_mask(t.mask + i);
+  b.weight = Lanes(1.0f);
   if constexpr (kExtended) {
-    if (t.extra[kTokenWeights]) weight = load(t.extra[kTokenWeights] + i);
-    on = on & (weight != zero);
-    weight = select(on, weight, zero);
+    if (t.extra[kTokenWeights]) b.weight = load(t.extra[kTokenWeights] + i);
+    b.on = b.on & (b.weight != zero);
+    b.weight = select(b.on, b.weight, zero);
   }
+  b.log_prob = select(b.on, load(t.log_probs + i), zero);
+  b.old_log_prob = select(b.on, load(t.old_log_probs + i), zero);
+  b.ratio = ratio_of<kLoss>(b.log_prob, b.old_log_prob, Lanes(t.row_log_ratio), rule.parameters);
+  return b;
+}
+
+// The same tokens from their ratios on: loss, gradient, sums.
+template <Loss kLoss, bool kExtended>
+FASTADV_INLINE void finish_sixteen(const Begun& b, const Tile& t, int64_t i, const PolicyLossRule& rule, TileSums& sums) {
+  const Lanes zero(0.0f), one(1.0f), row_scale(t.row_scale);
+  const LaneMask on = b.on;
+  const Lanes weight = b.weight, log_prob = b.log_prob, old_log_prob = b.old_log_prob;
   const auto selected = [&](const float* values) { return select(on, load(values + i), zero); };
-  const Lanes log_prob = selected(t.log_probs), old_log_prob = selected(t.old_log_probs);
   const Lanes advantage = select(on, t.advantages ? load(t.advantages + i) : Lanes(t.row_advantage), zero);
-  const auto term = token_term<kLoss>(log_prob, old_log_prob, advantage, Lanes(t.row_log_ratio), rule.parameters);
+  const auto term = token_term<kLoss>(b.ratio, log_prob, advantage, rule.parameters);
 
   if constexpr (!kExtended) {
     const Lanes loss = select(on, term.loss, zero);
@@ -120,10 +139,15 @@ FASTADV_INLINE void sixteen_tokens(const Tile& t, int64_t i, const PolicyLossRul
   }
   if constexpr (kLoss != Loss::kReinforce && kLoss != Loss::kSapo) sums.clipped.add(term.clipped & on);
   if constexpr (kLoss == Loss::kPpo || kLoss == Loss::kGspo) sums.bounded.add(term.bounded & on);
-  if constexpr (kLoss != Loss::kReinforce) sums.saturated.add(term.saturated & on);
-  sums.negative_log_ratio.add(-term.log_ratio);
+  if constexpr (kLoss != Loss::kReinforce) sums.saturated.add(b.ratio.saturated & on);
+  sums.negative_log_ratio.add(-b.ratio.log_ratio);
   sums.tokens.add(on);
 }
+
+// Whether the next sixteen are begun before these are finished. Either half is a chain of operations that wait for each other;
+// a processor holds about a hundred that wait, too few to reach the next sixteen by itself. Where sixteen numbers take more
+// registers than one, there are several chains already, and no registers left.
+constexpr bool kBeginEarly = detail::kRegisters == 1;
 
 template <Loss kLoss, bool kExtended>
 __attribute__((noinline)) void run_tile(const Tile& given, int64_t n, const PolicyLossRule& given_rule, TileSums& total) {
@@ -132,7 +156,21 @@ __attribute__((noinline)) void run_tile(const Tile& given, int64_t n, const Poli
   const PolicyLossRule rule = given_rule;
   TileSums sums = total;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) sixteen_tokens<kLoss, kExtended>(tile, i, rule, sums);
+  if constexpr (kBeginEarly) {
+    if (n >= kLanes) {
+      Begun next = begin_sixteen<kLoss, kExtended>(tile, 0, rule);
+      for (; i + 2 * kLanes <= n; i += kLanes) {
+        const Begun now = next;
+        next = begin_sixteen<kLoss, kExtended>(tile, i + kLanes, rule);
+        finish_sixteen<kLoss, kExtended>(now, tile, i, rule, sums);
+      }
+      finish_sixteen<kLoss, kExtended>(next, tile, i, rule, sums);
+      i += kLanes;
+    }
+  } else {
+    for (; i + kLanes <= n; i += kLanes)
+      finish_sixteen<kLoss, kExtended>(begin_sixteen<kLoss, kExtended>(tile, i, rule), tile, i, rule, sums);
+  }
   if (i == n) {
     total = sums;
     return;
@@ -157,7 +195,7 @@ __attribute__((noinline)) void run_tile(const Tile& given, int64_t n, const Poli
   if (tile.gradient) last.gradient = gradient;
   if (tile.entropy_gradient) last.entropy_gradient = entropy_gradient;
   if (tile.token_losses) last.token_losses = token_losses;
-  sixteen_tokens<kLoss, kExtended>(last, 0, rule, sums);
+  finish_sixteen<kLoss, kExtended>(begin_sixteen<kLoss, kExtended>(last, 0, rule), last, 0, rule, sums);
   total = sums;
   if (tile.gradient) std::copy(gradient, gradient + rest, tile.gradient + i);
   if (tile.entropy_gradient) std::copy(entropy_gradient, entropy_gradient + rest, tile.entropy_gradient + i);
@@ -291,6 +329,22 @@ void run_piece(const PolicyLossInputs& in, const PolicyLossRule& rule, const Pol
   if (rule.shared_gradient) block.shared.push_back({row, sums.gradient.total() * row_scale, tokens});
 }
 
+// gradient = before + share where a token counts.
+void add_share(float share, const uint8_t* mask, const float* weights, const float* before, float* gradient, int64_t n) {
+  const Lanes zero(0.0f), all(share);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    LaneMask on = load_mask(mask + i);
+    if (weights) on = on & (load(weights + i) != zero);
+    const Lanes given = select(on, all, zero);
+    store(gradient + i, before ? load(before + i) + given : given);
+  }
+  for (; i < n; ++i) {
+    const float given = mask[i] && (!weights || weights[i] != 0.0f) ? share : 0.0f;
+    gradient[i] = before ? before[i] + given : given;
+  }
+}
+
 // Gives every token of a row the mean of the row's policy gradients, beside what is there already.
 void share_gradients(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, const std::vector<Block>& blocks,
                      int threads) {
@@ -313,11 +367,7 @@ void share_gradients(const PolicyLossInputs& in, const PolicyLossRule& rule, con
         const uint8_t* mask = load_mask_bytes(rows, in.mask, token, n, buffers.mask, fractional);
         const float* weights = in.token_weights.present() ? load_floats(rows, in.token_weights, token, n, buffers.advantages) : nullptr;
         const float* before = alone ? nullptr : load_floats(rows, out.gradient, token, n, buffers.log_probs);
-        float* const to_write = gradient.at(token);
-        for (int64_t k = 0; k < n; ++k) {
-          const bool on = mask[k] && (!weights || weights[k] != 0.0f);
-          to_write[k] = (before ? before[k] : 0.0f) + (on ? share : 0.0f);
-        }
+        add_share(share, mask, weights, before, gradient.at(token), n);
         gradient.flush(token, n);
       }
     });

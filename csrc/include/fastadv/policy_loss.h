@@ -1,4 +1,5 @@
-// The token losses: one function a loss, value and derivative together.
+// The token losses in two steps, the ratio and then the loss with its derivative: a kernel can work on the ratios of the next
+// tokens while it finishes these.
 // The specification is fastadv/reference/policy_terms.py; the CPU and the CUDA kernels call these.
 #pragma once
 
@@ -18,15 +19,21 @@ struct LossParameters {
   float tau_neg;
 };
 
+// How likely a token became.
+template <class F, class Flag>
+struct Ratio {
+  F log_ratio;     // log_prob - old_log_prob, cut at the bound
+  F ratio;         // what the loss is made of: the token's own, or its rollout's
+  Flag saturated;  // the logarithm of `ratio` is beyond the bound
+};
+
 // loss and its derivative with respect to log_prob, and which rule produced them.
 template <class F, class Flag>
 struct TokenTerm {
   F loss;
   F gradient;
-  F log_ratio;     // log_prob - old_log_prob, cut at the bound
-  Flag clipped;    // a clip took the gradient away, or (cispo) changed the coefficient
-  Flag bounded;    // the dual clip or the cap bounded the loss
-  Flag saturated;  // |log ratio| beyond the bound
+  Flag clipped;  // a clip took the gradient away, or (cispo) changed the coefficient
+  Flag bounded;  // the dual clip or the cap bounded the loss
 };
 
 template <class F, class Flag>
@@ -58,81 +65,90 @@ FASTADV_INLINE auto surrogate(F ratio, F advantage, const LossParameters& p) {
 }
 
 template <class F>
-FASTADV_INLINE auto ppo_term(F log_prob, F old_log_prob, F advantage, const LossParameters& p) {
+FASTADV_INLINE auto token_ratio(F log_prob, F old_log_prob, const LossParameters& p) {
   using Flag = decltype(log_prob < log_prob);
   const F bound(p.log_ratio_bound), raw = log_prob - old_log_prob;
   const F log_ratio = clamp(raw, -bound, bound);
-  const auto s = surrogate(exp_bounded(log_ratio), advantage, p);
-  const Flag saturated = (raw > bound) | (raw < -bound);
-  return TokenTerm<F, Flag>{s.loss, select(saturated, F(0.0f), s.gradient), log_ratio, s.clipped, s.bounded, saturated};
+  return Ratio<F, Flag>{log_ratio, exp_bounded(log_ratio), (raw > bound) | (raw < -bound)};
 }
 
-// GSPO (arXiv 2507.18071): the surrogate of the rollout's ratio, exp of the mean log-ratio, which is cut at the bound from
-// above only, as verl does; every token of the rollout passes the gradient on as if the ratio were its own.
+// GSPO's: the ratio of the rollout, exp of the mean log-ratio, which is cut at the bound from above only, as verl does.
 template <class F>
-FASTADV_INLINE auto gspo_term(F log_prob, F old_log_prob, F advantage, F row_log_ratio, const LossParameters& p) {
+FASTADV_INLINE auto row_ratio(F log_prob, F old_log_prob, F row_log_ratio, const LossParameters& p) {
   using Flag = decltype(log_prob < log_prob);
-  const F bound(p.log_ratio_bound), least(-80.0f), raw = log_prob - old_log_prob;
-  const auto s = surrogate(exp_bounded(clamp(row_log_ratio, least, bound)), advantage, p);
-  const Flag saturated = row_log_ratio > bound;
-  return TokenTerm<F, Flag>{s.loss, select(saturated, F(0.0f), s.gradient), raw, s.clipped, s.bounded, saturated};
+  const F bound(p.log_ratio_bound), least(-80.0f);
+  return Ratio<F, Flag>{log_prob - old_log_prob, exp_bounded(clamp(row_log_ratio, least, bound)), row_log_ratio > bound};
+}
+
+// No ratio: the old log-prob enters the reported log-ratio only.
+template <class F>
+FASTADV_INLINE auto no_ratio(F log_prob, F old_log_prob, const LossParameters& p) {
+  using Flag = decltype(log_prob < log_prob);
+  const F bound(p.log_ratio_bound);
+  return Ratio<F, Flag>{clamp(log_prob - old_log_prob, -bound, bound), F(1.0f), log_prob < log_prob};
+}
+
+// PPO and GSPO (arXiv 2507.18071): the surrogate of the ratio. Every token of a GSPO rollout passes the gradient on as if the
+// rollout's ratio were its own.
+template <class F, class Flag>
+FASTADV_INLINE auto surrogate_term(const Ratio<F, Flag>& r, F advantage, const LossParameters& p) {
+  const auto s = surrogate(r.ratio, advantage, p);
+  return TokenTerm<F, Flag>{s.loss, select(r.saturated, F(0.0f), s.gradient), s.clipped, s.bounded};
 }
 
 // CISPO (MiniMax-M1, arXiv 2506.13585): -A sg(clip(r)) log_prob. The clip changes the coefficient, not who gets a gradient.
-template <class F>
-FASTADV_INLINE auto cispo_term(F log_prob, F old_log_prob, F advantage, const LossParameters& p) {
-  using Flag = decltype(log_prob < log_prob);
-  const F bound(p.log_ratio_bound), low(p.ratio_low), high(p.ratio_high), raw = log_prob - old_log_prob;
-  const F log_ratio = clamp(raw, -bound, bound);
-  const F ratio = exp_bounded(log_ratio);
-  const F coefficient = -advantage * clamp(ratio, low, high);
+template <class F, class Flag>
+FASTADV_INLINE auto cispo_term(const Ratio<F, Flag>& r, F log_prob, F advantage, const LossParameters& p) {
+  const F low(p.ratio_low), high(p.ratio_high);
+  const F coefficient = -advantage * clamp(r.ratio, low, high);
   const Flag never = log_prob < log_prob;
-  return TokenTerm<F, Flag>{coefficient * log_prob, coefficient, log_ratio, (ratio < low) | (ratio > high), never,
-                            (raw > bound) | (raw < -bound)};
+  return TokenTerm<F, Flag>{coefficient * log_prob, coefficient, (r.ratio < low) | (r.ratio > high), never};
 }
 
 // SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau; the derivative of the gate by r is 4 g (1 - g).
-template <class F>
-FASTADV_INLINE auto sapo_term(F log_prob, F old_log_prob, F advantage, const LossParameters& p) {
-  using Flag = decltype(log_prob < log_prob);
+template <class F, class Flag>
+FASTADV_INLINE auto sapo_term(const Ratio<F, Flag>& r, F advantage, const LossParameters& p) {
   constexpr float kLog2E = 1.44269504088896341f;
-  const F zero(0.0f), one(1.0f), least(-115.0f), bound(p.log_ratio_bound), raw = log_prob - old_log_prob;
-  const F log_ratio = clamp(raw, -bound, bound);
-  const F ratio = exp_bounded(log_ratio);
-  const Flag positive = advantage > zero;
+  const F zero(0.0f), one(1.0f), least(-115.0f);
+  const Flag positive = advantage > zero, never = advantage < advantage;
   const F tau = select(positive, F(p.tau_pos * kLog2E), F(p.tau_neg * kLog2E));
-  const F scale = select(positive, F(4.0f / p.tau_pos), F(4.0f / p.tau_neg));
+  const F per_tau = select(positive, F(1.0f / p.tau_pos), F(1.0f / p.tau_neg));
   // (1 - g) / g = e^-tau(r - 1). It is at most e^tau, and tau at most 80; where it is 2^-115, g is 1.
-  const F power = tau * (one - ratio);
+  const F power = tau * (one - r.ratio);
   const F odds = exp2_bounded(select(power < least, least, power));
   const F gate = reciprocal(one + odds);
-  const Flag saturated = (raw > bound) | (raw < -bound), never = log_prob < log_prob;
-  const F gradient = -advantage * ratio * (F(4.0f) * gate * (odds * gate));
-  return TokenTerm<F, Flag>{-advantage * gate * scale, select(saturated, zero, gradient), log_ratio, never, never, saturated};
+  const F weight = advantage * F(-4.0f) * gate;
+  return TokenTerm<F, Flag>{weight * per_tau, select(r.saturated, zero, weight * r.ratio * (odds * gate)), never, never};
 }
 
-// REINFORCE (Williams 1992): the old log-prob enters the reported log-ratio only.
-template <class F>
-FASTADV_INLINE auto reinforce_term(F log_prob, F old_log_prob, F advantage, const LossParameters& p) {
-  using Flag = decltype(log_prob < log_prob);
-  const F bound(p.log_ratio_bound);
-  const F raw = log_prob - old_log_prob;
+// REINFORCE (Williams 1992).
+template <class F, class Flag>
+FASTADV_INLINE auto reinforce_term(const Ratio<F, Flag>&, F log_prob, F advantage) {
   const Flag never = log_prob < log_prob;
-  return TokenTerm<F, Flag>{-advantage * log_prob, -advantage, clamp(raw, -bound, bound), never, never, never};
+  return TokenTerm<F, Flag>{-advantage * log_prob, -advantage, never, never};
 }
 
 template <Loss kLoss, class F>
-FASTADV_INLINE auto token_term(F log_prob, F old_log_prob, F advantage, F row_log_ratio, const LossParameters& p) {
-  if constexpr (kLoss == Loss::kPpo) {
-    return ppo_term(log_prob, old_log_prob, advantage, p);
-  } else if constexpr (kLoss == Loss::kGspo) {
-    return gspo_term(log_prob, old_log_prob, advantage, row_log_ratio, p);
-  } else if constexpr (kLoss == Loss::kCispo) {
-    return cispo_term(log_prob, old_log_prob, advantage, p);
-  } else if constexpr (kLoss == Loss::kSapo) {
-    return sapo_term(log_prob, old_log_prob, advantage, p);
+FASTADV_INLINE auto ratio_of(F log_prob, F old_log_prob, F row_log_ratio, const LossParameters& p) {
+  if constexpr (kLoss == Loss::kGspo) {
+    return row_ratio(log_prob, old_log_prob, row_log_ratio, p);
+  } else if constexpr (kLoss == Loss::kReinforce) {
+    return no_ratio(log_prob, old_log_prob, p);
   } else {
-    return reinforce_term(log_prob, old_log_prob, advantage, p);
+    return token_ratio(log_prob, old_log_prob, p);
+  }
+}
+
+template <Loss kLoss, class F, class Flag>
+FASTADV_INLINE auto token_term(const Ratio<F, Flag>& r, F log_prob, F advantage, const LossParameters& p) {
+  if constexpr (kLoss == Loss::kPpo || kLoss == Loss::kGspo) {
+    return surrogate_term(r, advantage, p);
+  } else if constexpr (kLoss == Loss::kCispo) {
+    return cispo_term(r, log_prob, advantage, p);
+  } else if constexpr (kLoss == Loss::kSapo) {
+    return sapo_term(r, advantage, p);
+  } else {
+    return reinforce_term(r, log_prob, advantage);
   }
 }
 
