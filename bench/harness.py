@@ -116,18 +116,23 @@ def _timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def commit() -> str:
+    """The commit that runs, with "-dirty" where a file of it was changed; results that a run writes do not count."""
+
+    def git(*arguments: str) -> str:
+        ran = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent, check=False)
+        return ran.stdout.strip()
+
+    name = git("describe", "--always")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){RESULTS.name}")
+    return f"{name}-dirty" if name and changed else name or "unknown"
+
+
 def machine() -> dict[str, object]:
     """What the numbers were taken on."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
-    )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
     )
     return {
         "processor": model,
@@ -136,7 +141,7 @@ def machine() -> dict[str, object]:
         "load before": os.getloadavg()[0],
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
     }
 
 

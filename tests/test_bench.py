@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,25 @@ def test_results_of_a_dirty_tree_say_so(
     text, printed = (tmp_path / "it.md").read_text(), capsys.readouterr().out
     assert (harness.DIRTY in text) == (harness.DIRTY in printed) == (not clean)
     assert "| a / b | 1000.00 | 2000.00 | 2.00x | \u2265 1.5x | met |" in text
+
+
+def test_the_commit_is_dirty_by_what_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(harness, "RESULTS", results)
+    assert harness.commit() == "unknown"
+    files = results / "it.md", tmp_path / "bench" / "run.py", tmp_path / "kernel.cpp"
+    for path in files:
+        path.write_text("1")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *arguments], check=True)
+    name = harness.commit()
+    assert re.fullmatch("[0-9a-f]{7,}", name)
+    for path, dirty in zip(files, (False, True, True), strict=True):
+        path.write_text("2")
+        assert harness.commit() == name + "-dirty" * dirty
+        path.write_text("1")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
