@@ -78,6 +78,6 @@ def raw_policy_loss(batch: dict[str, Tensor], config: fa.LossConfig) -> Callable
         if config.loss == "gspo":
             ratios = log_ratios_of("bench", log_probs, old, mask, rows, False, "cpu").mean().float()
             given = inputs._replace(row_log_ratios=ratios)
-        op.launch_into(log_probs, None, given, formula, gradient=gradient, token_losses=None, sums=sums)
+        op.POLICY_LOSS("cpu", log_probs, None, given, formula, gradient, None, None, sums)
 
     return run

@@ -42,7 +42,7 @@ def raw_turn_advantages(batch: dict[str, Tensor], index: fa.Segments, groups: fa
 
     def run() -> None:
         table = fa.turn_advantages(batch["rewards"], groups, index, output="segments")
-        lookup.launch_into(table.values, index.offsets, index.turn_ids, None, None, tokens)
+        lookup.SEGMENT_TOKENS("cpu", table.values, index.offsets, index.turn_ids, None, None, tokens)
 
     return run
 

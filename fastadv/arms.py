@@ -96,7 +96,7 @@ class Arm:
             batch: the batch.
             statistics: `fastadv.freeze(batch, ...)` of the same batch: an arm with population "survivors" needs them
                 frozen for the outcomes that it excludes, a turn-reached one for its kappa.
-            backend: "auto", "reference" or "cpu".
+            backend: "auto" or the name of one of `fastadv.backends()`.
 
         Raises:
             ValueError: statistics of another batch, of other survivors or another kappa.
@@ -177,7 +177,7 @@ def freeze(
         batch: the unmasked batch.
         excludes: outcomes that the arms with population "survivors" exclude; the other rollouts are the survivors.
         kappa: shrinkage of the arms with a turn-reached baseline.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         FrozenStatistics for `Arm.apply`, with turns and denominators.

@@ -1,7 +1,10 @@
-"""Which implementation of an op runs: `reference` (PyTorch) or `cpu` (C++), by name, by environment or by `auto`."""
+"""Which implementation of an op runs: `reference` (PyTorch), `cpu` (C++) or `triton`, by name, by environment or by
+`auto`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import warnings
@@ -12,7 +15,8 @@ from torch import Tensor
 from fastadv import native, validation
 from fastadv._graphs import constant_in_graphs
 
-NAMES = ("reference", "cpu")
+NAMES = ("reference", "cpu", "triton")
+WITH_KERNELS = ("cpu", "triton")  # by device at most one of them is what "auto" means
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # unless an op says otherwise
 _last = threading.local()
 
@@ -35,28 +39,40 @@ def resolve(
     op: str,
     backend: str,
     *tensors: Tensor | None,
+    device: torch.device | None = None,
     dtypes: tuple[torch.dtype, ...] = NATIVE_DTYPES,
+    kernels: tuple[str, ...] = WITH_KERNELS,
     reference_only: str | None = None,
 ) -> str:
-    """Name of the backend that runs `op` on these tensors. `dtypes` are those that its kernels take where a tensor is
-    floating.
+    """Name of the backend that runs `op` on these tensors.
 
     "auto" is `FASTADV_BACKEND` if that is set, else the fastest that can run. A backend that was asked for and cannot
-    run raises BackendUnavailableError; an unknown name raises ValueError. `reference_only` names a choice that no
-    native kernel has.
+    run raises BackendUnavailableError; an unknown name raises ValueError.
+
+    Args:
+        op: name for messages.
+        backend: a name, or "auto".
+        tensors: those that decide; all on one device.
+        device: that device, where no tensor's dtype matters.
+        dtypes: those that the kernels take where a tensor is floating.
+        kernels: the backends that have a kernel of this op.
+        reference_only: names a choice that no kernel has.
     """
+    if device is None:
+        device = next((t.device for t in tensors if t is not None), torch.device("cpu"))
     asked = backend
     if asked == "auto":
         asked = os.environ.get("FASTADV_BACKEND", "auto")
     if asked == "auto":
-        on_reference = reference_only or _unsuited("cpu", tensors, dtypes) or _missing_cpu(op)
-        name = "reference" if on_reference else "cpu"
+        name = _fastest(op, device, tensors, dtypes, kernels) if reference_only is None else "reference"
     else:
         if asked not in NAMES:
             raise ValueError(f"{op}: backend is {asked!r}; it must be 'auto' or one of {', '.join(map(repr, NAMES))}")
-        reason = _unsuited(asked, tensors, dtypes) or _why_not(asked)
-        if reference_only and asked != "reference":
-            reason = f"it has no kernel for {reference_only}; use backend='reference'"
+        reason = None
+        if asked != "reference":
+            reason = _why_not(asked) or _unsuited(asked, device, tensors, dtypes)
+            if reference_only or asked not in kernels:
+                reason = f"it has no kernel for {reference_only or 'this op'}; use backend='reference'"
         if reason:
             raise BackendUnavailableError(f"{op}: backend {asked!r} cannot run: {reason}")
         name = asked
@@ -64,21 +80,40 @@ def resolve(
     return name
 
 
-def _unsuited(name: str, tensors: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Why a backend does not take these tensors."""
-    if name == "reference":
-        return None
+def _fastest(
+    op: str,
+    device: torch.device,
+    tensors: tuple[Tensor | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    kernels: tuple[str, ...],
+) -> str:
+    """What "auto" means on a device. An interpreter is never it."""
+    name = "cpu" if device.type == "cpu" else "triton"
+    if name not in kernels or _unsuited(name, device, tensors, dtypes) or _missing(op, name):
+        return "reference"
+    return name
+
+
+def _unsuited(
+    name: str, device: torch.device, tensors: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, ...]
+) -> str | None:
+    """Why kernels do not take these tensors."""
     if validation.in_transform():
         return "torch.func's transforms (grad, vmap, jvp) do not see into its kernels; use backend='reference'"
+    if name == "cpu" and device.type != "cpu":
+        return f"it takes CPU tensors, not {device.type}; use backend='triton' or 'reference'"
+    if name == "triton" and device.type != "cuda" and not (device.type == "cpu" and interpreting()):
+        return f"it takes CUDA tensors, not {device.type}; move them (.cuda()), or use another backend"
     for t in tensors:
-        if t is None:
-            continue
-        if t.device.type != "cpu":
-            return f"it takes CPU tensors, not {t.device.type}; use backend='reference'"
-        if t.is_floating_point() and t.dtype not in dtypes:
+        if t is not None and t.is_floating_point() and t.dtype not in dtypes:
             *names, last, given = (str(d).removeprefix("torch.") for d in (*dtypes, t.dtype))
             return f"it takes {', '.join(names)} and {last}, not {given}; use backend='reference'"
     return None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors: for tests, thousands of times slower."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 _load_errors: dict[str, str] = {}
@@ -92,18 +127,35 @@ def _why_not(name: str) -> str | None:
     if name == "reference":
         return None
     if name not in _load_errors:
-        try:
-            native.module()
-            _load_errors[name] = ""
-        except ImportError as error:
-            _load_errors[name] = f"its extension does not load ({error}); install fastadv with a C++17 compiler at hand"
+        _load_errors[name] = _cpu_error() if name == "cpu" else _triton_error()
     return _load_errors[name] or None
 
 
+def _cpu_error() -> str:
+    try:
+        native.module()
+    except ImportError as error:
+        return f"its extension does not load ({error}); install fastadv with a C++17 compiler at hand"
+    return ""
+
+
+def _triton_error() -> str:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton does not load ({error}); pip install 'fastadv[triton]'"
+    if not interpreting() and not torch.cuda.is_available():
+        return (
+            "torch sees no CUDA device; run it where there is one. To try a kernel without, slowly, start Python with "
+            "TRITON_INTERPRET=1, which runs it on CPU tensors"
+        )
+    return ""
+
+
 @constant_in_graphs
-def _missing_cpu(op: str) -> bool:
-    reason = _why_not("cpu")
+def _missing(op: str, name: str) -> bool:
+    reason = _why_not(name)
     if reason and not getattr(_last, "warned", False):
         _last.warned = True
-        warnings.warn(f"{op}: the reference backend runs instead of 'cpu': {reason}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{op}: the reference backend runs instead of {name!r}: {reason}", RuntimeWarning, stacklevel=5)
     return reason is not None

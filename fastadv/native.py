@@ -54,10 +54,10 @@ def threads(tokens: int) -> int:
     return max(1, min(torch.get_num_threads(), tokens // TOKENS_FOR_THREADS))
 
 
-def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Memory for an output that a kernel will write whole."""
-    t = torch.empty(shape, dtype=dtype)
-    if t.nbytes >= BYTES_FOR_LARGE_PAGES:
+    t = torch.empty(shape, dtype=dtype, device=device)
+    if t.nbytes >= BYTES_FOR_LARGE_PAGES and t.device.type == "cpu":
         module().advise_large_pages(t.data_ptr(), t.nbytes)
     return t
 

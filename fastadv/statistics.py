@@ -148,7 +148,7 @@ def freeze_statistics(
         kappa: shrinkage of the turn-reached baseline that these statistics are for.
         ddof: delta degrees of freedom of the standard deviations.
         horizon: constant length in tokens for the denominators.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         FrozenStatistics; `.hash` identifies them.

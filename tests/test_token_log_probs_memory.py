@@ -128,24 +128,24 @@ def test_parts_of_the_vocabulary_merge_to_the_whole() -> None:
     logits, labels = draw(9, 5000)
     logits[3, :3000] = -INF
     inverse = (1 / (0.5 + torch.rand(9))).double()
-    whole = _logits.finish(_logits.row_statistics(logits, labels, inverse))
+    whole = _logits.finish("cpu", _logits.row_statistics("cpu", logits, labels, inverse))
     parts, edges = [], (0, 1, 2048, 3000, 5000)
     for a, b in itertools.pairwise(edges):
         local = torch.where((labels >= a) & (labels < b), labels - a, _logits.NO_LABEL)
-        parts.append(_logits.row_statistics(logits[:, a:b], local, inverse))
-    merged = _logits.finish(torch.stack(parts))
+        parts.append(_logits.row_statistics("cpu", logits[:, a:b], local, inverse))
+    merged = _logits.finish("cpu", torch.stack(parts))
     for x, y in zip(merged, whole, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-6, atol=1e-7)
     g = torch.randn(9), torch.randn(9), torch.randn(9)
     given = (whole.lse, whole.entropy, whole.sum_p2, *g, inverse)
-    full = _logits.logits_gradient(logits, labels, *given, out=torch.empty_like(logits))
+    full = _logits.logits_gradient("cpu", logits, labels, *given, out=torch.empty_like(logits))
     split = torch.full_like(logits, NAN)
     for a, b in itertools.pairwise(edges):
         local = torch.where((labels >= a) & (labels < b), labels - a, _logits.NO_LABEL)
-        _logits.logits_gradient(logits[:, a:b], local, *given, out=split[:, a:b])
+        _logits.logits_gradient("cpu", logits[:, a:b], local, *given, out=split[:, a:b])
     assert torch.equal(full, split)
     overwritten = logits.clone()
-    _logits.logits_gradient(overwritten, labels, *given, out=overwritten)
+    _logits.logits_gradient("cpu", overwritten, labels, *given, out=overwritten)
     assert torch.equal(full, overwritten)
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers, one file an op. None yet: the `triton` backend is not part of this version."""
+"""Triton kernels and their launchers, one file an op. `fastadv/kernels.py` is the table that finds them."""

@@ -164,7 +164,7 @@ class Head:
 
     def statistics(self) -> Tensor:
         """`[5, k]` float64 of the loaded rows; see `_logits.row_statistics`."""
-        return _logits.row_statistics(self.logits[: self.count], *self._row_arguments(), self.softcap)
+        return _logits.row_statistics("cpu", self.logits[: self.count], *self._row_arguments(), self.softcap)
 
     def keep(self, chosen: Tensor) -> None:
         """Drops loaded rows: `chosen [k]` bool says which stay. Kept rows from the end fill the places of dropped ones,
@@ -192,8 +192,8 @@ class Head:
         g_log_prob, g_entropy, g_sum_p2 = (None if g is None else g[self.take] for g in upstream)
         gradient = self.logits[: self.count]
         _logits.logits_gradient(
-            gradient, labels, lse, entropy, sum_p2, g_log_prob, g_entropy, g_sum_p2, inverse_temperature, self.softcap,
-            out=gradient,
+            "cpu", gradient, labels, lse, entropy, sum_p2, g_log_prob, g_entropy, g_sum_p2, inverse_temperature,
+            self.softcap, out=gradient,
         )  # fmt: skip
         inputs = self.inputs[: self.count]
         with self._threads():

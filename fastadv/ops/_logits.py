@@ -1,4 +1,4 @@
-"""Launchers of the log-softmax kernels: CPU tensors in, no autograd, no checks of values.
+"""Launchers of the log-softmax kernels: no autograd, no checks of values.
 
 Logits are `[..., V]` in float32, bfloat16 or float16, any strides, read without a copy. Labels are int64 and
 contiguous, one a row: the column in this part of the vocabulary, NO_LABEL where another part has it, SKIPPED for a row
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastadv import native
+from fastadv.kernels import Kernel
 
 NO_LABEL, SKIPPED, INVALID = -1, -2, -3  # kNoLabel and kSkippedRow in csrc/cpu/kernels.h; any other is invalid
 LEADING_DIMS = 8  # kLeadingDims there
@@ -46,13 +47,82 @@ def _inputs(
     return logits_view(logits), native.address(labels), 0, float(inverse_temperature), softcap
 
 
+def _row_statistics_cpu(
+    logits: Tensor, labels: Tensor, inverse_temperature: float | Tensor, softcap: float, statistics: Tensor
+) -> int:
+    inputs = _inputs(logits, labels, inverse_temperature, softcap)
+    native.module().row_statistics(inputs, statistics.data_ptr(), native.threads(logits.numel()))
+    return 0
+
+
+def _finish_cpu(statistics: Tensor, results: Tensor) -> int:
+    parts = statistics.shape[0] if statistics.dim() == 3 else 1
+    native.module().finish_statistics(parts, results.shape[1], native.address(statistics), results.data_ptr())
+    return 0
+
+
+def _log_probs_cpu(
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperature: float | Tensor,
+    softcap: float,
+    log_prob: Tensor,
+    entropy: Tensor | None,
+    sum_p2: Tensor | None,
+    state: Tensor,
+) -> int:
+    native.module().token_log_probs(
+        _inputs(logits, labels, inverse_temperature, softcap),
+        log_prob.data_ptr(),
+        native.address(entropy),
+        native.address(sum_p2),
+        state.data_ptr(),
+        native.threads(logits.numel()),
+    )
+    return 0
+
+
+def _gradient_cpu(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    sum_p2: Tensor | None,
+    g_log_prob: Tensor | None,
+    g_entropy: Tensor | None,
+    g_sum_p2: Tensor | None,
+    inverse_temperature: float | Tensor,
+    softcap: float,
+    out: Tensor,
+) -> int:
+    native.module().logits_gradient(
+        _inputs(logits, labels, inverse_temperature, softcap),
+        lse.data_ptr(),
+        *(native.address(t) for t in (entropy, sum_p2, g_log_prob, g_entropy, g_sum_p2)),
+        logits_view(out),
+        native.threads(logits.numel()),
+    )
+    return 0
+
+
+# Each writes its last arguments; what they hold is described at the functions below.
+ROW_STATISTICS = Kernel("row_statistics", cpu=_row_statistics_cpu, triton="token_log_probs")
+FINISH = Kernel("finish_statistics", cpu=_finish_cpu, triton="token_log_probs")
+TOKEN_LOG_PROBS = Kernel("token_log_probs", cpu=_log_probs_cpu, triton="token_log_probs")
+LOGITS_GRADIENT = Kernel("logits_gradient", cpu=_gradient_cpu, triton="token_log_probs")
+
+
 def _exact(x: float | Tensor | None) -> Any:
     """Tensors as the kernels read them, float64 and contiguous; numbers as they are."""
     return x.to(torch.float64).contiguous() if isinstance(x, Tensor) else x
 
 
 def row_statistics(
-    logits: Tensor, labels: Tensor, inverse_temperature: float | Tensor = 1.0, softcap: float = 0.0
+    backend: str,
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperature: float | Tensor = 1.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """One read of each row: what is merged over parts of the vocabulary.
 
@@ -60,47 +130,43 @@ def row_statistics(
         `[5, R]` float64: the label's logit after softcap and temperature (-inf where it is not in this part), maximum
         m, sum of e^(z - m), of e^(z - m) (z - m) and of e^(2 (z - m)).
     """
-    statistics, inverse_temperature = torch.empty((5, labels.numel()), dtype=torch.float64), _exact(inverse_temperature)
-    inputs = _inputs(logits, labels, inverse_temperature, softcap)
-    native.module().row_statistics(inputs, statistics.data_ptr(), native.threads(logits.numel()))
+    statistics = torch.empty((5, labels.numel()), dtype=torch.float64, device=logits.device)
+    ROW_STATISTICS(backend, logits, labels, _exact(inverse_temperature), softcap, statistics)
     return statistics
 
 
-def finish(statistics: Tensor) -> Results:
+def finish(backend: str, statistics: Tensor) -> Results:
     """Merges statistics of parts of the vocabulary, `[5, R]` of one or `[parts, 5, R]`, in the order of parts."""
-    statistics = _exact(statistics)
-    rows = statistics.shape[-1]
-    results = torch.empty((4, rows), dtype=torch.float64)
-    parts = statistics.shape[0] if statistics.dim() == 3 else 1
-    native.module().finish_statistics(parts, rows, native.address(statistics), results.data_ptr())
+    results = torch.empty((4, statistics.shape[-1]), dtype=torch.float64, device=statistics.device)
+    FINISH(backend, _exact(statistics), results)
     return Results(*results)
 
 
 def log_probs(
-    logits: Tensor, labels: Tensor, inverse_temperature: float | Tensor, softcap: float, moments: bool
+    backend: str,
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperature: float | Tensor,
+    softcap: float,
+    moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-prob, entropy and sum of squares like labels in float32, and the state that the gradient needs.
 
     Without `moments`, entropy and sum of squares are empty. The state is lse, entropy, sum of squares, `[3, R]`
     float64, `[1, R]` without moments.
     """
-    inverse_temperature = _exact(inverse_temperature)
-    log_prob = torch.empty(labels.shape, dtype=torch.float32)
     shape = labels.shape if moments else (0,)
-    entropy, sum_p2 = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
-    state = torch.empty((3 if moments else 1, labels.numel()), dtype=torch.float64)
-    native.module().token_log_probs(
-        _inputs(logits, labels, inverse_temperature, softcap),
-        log_prob.data_ptr(),
-        entropy.data_ptr() if moments else 0,
-        sum_p2.data_ptr() if moments else 0,
-        state.data_ptr(),
-        native.threads(logits.numel()),
+    log_prob, entropy, sum_p2 = (
+        torch.empty(s, dtype=torch.float32, device=logits.device) for s in (labels.shape, shape, shape)
     )
+    state = torch.empty((3 if moments else 1, labels.numel()), dtype=torch.float64, device=logits.device)
+    wanted = (entropy, sum_p2) if moments else (None, None)
+    TOKEN_LOG_PROBS(backend, logits, labels, _exact(inverse_temperature), softcap, log_prob, *wanted, state)
     return log_prob, entropy, sum_p2, state
 
 
 def logits_gradient(
+    backend: str,
     logits: Tensor,
     labels: Tensor,
     lse: Tensor,
@@ -125,15 +191,7 @@ def logits_gradient(
         g_log_prob, g_entropy, g_sum_p2: upstream gradients, one a row, any strides; None: nothing flows back.
         out: gets the gradient.
     """
-    inverse_temperature, lse, entropy, sum_p2 = (_exact(x) for x in (inverse_temperature, lse, entropy, sum_p2))
     upstream = [None if g is None else g.to(torch.float32).contiguous() for g in (g_log_prob, g_entropy, g_sum_p2)]
-    native.module().logits_gradient(
-        _inputs(logits, labels, inverse_temperature, softcap),
-        lse.data_ptr(),
-        native.address(entropy),
-        native.address(sum_p2),
-        *(native.address(g) for g in upstream),
-        logits_view(out),
-        native.threads(logits.numel()),
-    )
+    state = (_exact(x) for x in (lse, entropy, sum_p2))
+    LOGITS_GRADIENT(backend, logits, labels, *state, *upstream, _exact(inverse_temperature), softcap, out)
     return out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastadv import native, validation
+from fastadv.kernels import Kernel
 from fastadv.losses import CORRECTIONS, KL_ESTIMATORS, KL_GRADIENTS, NATIVE_LOSSES, LossConfig
 from fastadv.ops import _loss_arguments as arguments
 from fastadv.ops._register import first_order, native_op
@@ -103,31 +104,16 @@ class Formula(NamedTuple):
         return formula
 
 
-def launch_into(
+def _cpu(
     log_probs: Tensor,
     entropy: Tensor | None,
     inputs: Inputs,
     formula: Formula,
-    *,
     gradient: Tensor | None,
-    entropy_gradient: Tensor | None = None,
+    entropy_gradient: Tensor | None,
     token_losses: Tensor | None,
     sums: Tensor,
-) -> None:
-    """Runs the CPU kernel into given buffers.
-
-    Args:
-        log_probs: `[N]` or `[B, T]`.
-        entropy: like log_probs, or None.
-        inputs, formula: checked arguments.
-        gradient, entropy_gradient: like log_probs, float32, bfloat16 or float16, any strides; get the derivatives of
-            the loss by log_probs and by entropy. None: not computed.
-        token_losses: float32, contiguous, like log_probs; gets weighted token losses. None: not computed.
-        sums: `[13]` float64; gets loss * scale and the other sums of SUMS.
-
-    Raises:
-        ValueError: a fractional mask value, a turn that the segment table does not have.
-    """
+) -> int:
     rows = Rows.trusted(log_probs, inputs.cu_seqlens)
     per_token = (
         log_probs, inputs.old_log_probs, inputs.mask, inputs.advantages, inputs.turn_ids, inputs.token_weights,
@@ -135,7 +121,7 @@ def launch_into(
     )  # fmt: skip
     offsets = (native.address(inputs.segment_offsets), inputs.advantages.numel())
     per_row = (inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights)
-    faults = native.module().policy_loss(
+    faults: int = native.module().policy_loss(
         native.rows(rows),
         (*map(native.view, per_token), offsets, *map(native.address, per_row)),
         formula.advantage_kind,
@@ -147,7 +133,16 @@ def launch_into(
         sums.data_ptr(),
         native.threads(rows.tokens),
     )
-    validation.native_faults("policy_loss", faults)
+    return faults
+
+
+# What it reads: log_probs, [N] or [B, T]; entropy, like them, or None; checked inputs and formula.
+# What it writes:
+#   gradient, entropy_gradient: derivatives of the loss by log_probs and by entropy, like them, float32, bfloat16 or
+#     float16, any strides. None: not computed.
+#   token_losses: weighted token losses, float32, contiguous, like log_probs. None: not computed.
+#   sums: [13] float64, loss * scale and the other sums of SUMS.
+POLICY_LOSS = Kernel("policy_loss", cpu=_cpu, triton="policy_loss")
 
 
 def _gradient_dtype(dtype: torch.dtype, formula: list[float]) -> torch.dtype:
@@ -158,6 +153,7 @@ def _gradient_dtype(dtype: torch.dtype, formula: list[float]) -> torch.dtype:
 
 
 def _fake(
+    backend: str,
     log_probs: Tensor,
     entropy: Tensor | None,
     inputs: list[Tensor | None],
@@ -190,17 +186,18 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
         (g * grad_loss).to(dtype) if wanted else None
         for g, dtype, wanted in zip(gradients, ctx.dtypes, ctx.gradients, strict=True)
     ]
-    return (*scaled, None, None, None, None)
+    return (None, *scaled, None, None, None, None)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    log_probs, entropy, tensors, _, ctx.gradients, ctx.per_token = inputs
+    _, log_probs, entropy, tensors, _, ctx.gradients, ctx.per_token = inputs
     ctx.dtypes = (log_probs.dtype, log_probs.dtype if entropy is None else entropy.dtype)
     ctx.save_for_backward(output[1], output[2], *tensors)
 
 
 @native_op("policy_loss", _fake, autograd=(_backward, _setup_context))
 def launch(
+    backend: str,
     log_probs: Tensor,
     entropy: Tensor | None,
     inputs: list[Tensor | None],
@@ -210,22 +207,24 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like_entropy = log_probs if entropy is None else entropy
     gradient, entropy_gradient = (
-        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype, formula))
+        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype, formula), t.device)
         for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
     )
-    value = native.empty(log_probs.shape if per_token else (), torch.float32)
-    sums = torch.empty(len(SUMS), dtype=torch.float64)
+    value = native.empty(log_probs.shape if per_token else (), torch.float32, log_probs.device)
+    sums = torch.empty(len(SUMS), dtype=torch.float64, device=log_probs.device)
     kind, loss, *numbers = formula
-    launch_into(
+    faults = POLICY_LOSS(
+        backend,
         log_probs,
         entropy,
         Inputs(*inputs),  # type: ignore[arg-type]
         Formula(int(kind), int(loss), *numbers),  # type: ignore[arg-type]
-        gradient=gradient if gradients[0] else None,
-        entropy_gradient=entropy_gradient if gradients[1] else None,
-        token_losses=value if per_token else None,
-        sums=sums,
+        gradient if gradients[0] else None,
+        entropy_gradient if gradients[1] else None,
+        value if per_token else None,
+        sums,
     )
+    validation.native_faults("policy_loss", faults)
     if not per_token:
         value.copy_(sums[0])
     return value, gradient, entropy_gradient, sums
@@ -237,12 +236,20 @@ class PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, log_probs: Tensor, entropy: Tensor | None, inputs: Inputs, formula: Formula, per_token: bool
+        ctx: Any,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        inputs: Inputs,
+        formula: Formula,
+        per_token: bool,
+        backend: str,
     ) -> tuple[Tensor, Tensor]:
         ctx.wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        value, *ctx.gradients, sums = launch(log_probs, entropy, list(inputs), list(formula), ctx.wanted, per_token)
+        value, *ctx.gradients, sums = launch(
+            backend, log_probs, entropy, list(inputs), list(formula), ctx.wanted, per_token
+        )
         ctx.save_for_backward(*(validation.saveable(t) for t in (log_probs, entropy, *inputs)))
-        ctx.formula, ctx.per_token = list(formula), per_token
+        ctx.formula, ctx.per_token, ctx.backend = list(formula), per_token, backend
         ctx.mark_non_differentiable(sums)
         return value, sums
 
@@ -252,13 +259,14 @@ class PolicyLoss(torch.autograd.Function):
         log_probs, entropy, *inputs = ctx.saved_tensors  # raises where the graph was freed
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, *gradients, _ = launch(log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
+            _, *gradients, _ = launch(ctx.backend, log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
         if ctx.per_token:
             grad_loss = _of_counted(grad_loss, Inputs(*inputs))
-        if ctx.per_token or float(grad_loss) != 1.0:
+        # To multiply by 1 would cost as much as the kernel; on a GPU the host does not wait to know.
+        if ctx.per_token or grad_loss.device.type != "cpu" or float(grad_loss) != 1.0:
             gradients = [g.mul_(grad_loss) if wanted else g for g, wanted in zip(gradients, ctx.wanted, strict=True)]
         mine = [
             g.to(t.dtype) if wanted else None
             for g, t, wanted in zip(gradients, (log_probs, entropy), ctx.wanted, strict=True)
         ]
-        return (*mine, None, None, None)
+        return (*mine, None, None, None, None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastadv import dispatch, native, validation
 from fastadv.groups import GroupIndex, Labels, group_index
+from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.ops.moments import group_moments
 from fastadv.reference import group_advantages as reference
@@ -152,17 +153,28 @@ def dtype_of(wide: bool) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _fake(tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
+def _cpu(tensors: list[Tensor], include: Tensor | None, rule: list[float], advantages: Tensor) -> int:
+    native.module().group_advantages(
+        *kernel_arguments(tensors, include, rule),
+        advantages.dtype == torch.float64,
+        advantages.data_ptr(),
+        native.threads(advantages.shape[0]),
+    )
+    return 0
+
+
+# Writes advantages, [B], float32 or float64, from what `launch_arguments` made.
+GROUP_ADVANTAGES = Kernel("group_advantages", cpu=_cpu, triton="group_advantages")
+
+
+def _fake(backend: str, tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
     return tensors[0].new_empty(tensors[0].shape, dtype=dtype_of(wide))
 
 
 @native_op("group_advantages", _fake)
-def _launch(tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
-    rows = tensors[0].shape[0]
-    advantages = torch.empty(rows, dtype=dtype_of(wide))
-    native.module().group_advantages(
-        *kernel_arguments(tensors, include, rule), wide, advantages.data_ptr(), native.threads(rows)
-    )
+def _launch(backend: str, tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
+    advantages = torch.empty(tensors[0].shape[0], dtype=dtype_of(wide), device=tensors[0].device)
+    GROUP_ADVANTAGES(backend, tensors, include, rule, advantages)
     return advantages
 
 
@@ -206,7 +218,7 @@ def group_advantages(
         eps_form: see `eps`.
         statistics: frozen statistics of the unmasked batch: standard deviation and counts come from the whole batch,
             and `population` picks the mean.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         `[B]` float32, float64 for float64 rewards.
@@ -224,7 +236,9 @@ def group_advantages(
     if prepared.backend == "reference":
         advantages = reference.group_advantages(prepared.inputs, rule).to(prepared.dtype)
     else:
-        advantages = _launch(*launch_arguments(prepared.inputs, rule), prepared.dtype == torch.float64)
+        advantages = _launch(
+            prepared.backend, *launch_arguments(prepared.inputs, rule), prepared.dtype == torch.float64
+        )
     return advantages
 
 

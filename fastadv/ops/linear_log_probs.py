@@ -107,7 +107,7 @@ def forward(
         statistics[:, take] = head.statistics()
     if parts is not None:
         statistics = parts.gather(statistics)
-    results = _logits.finish(statistics)
+    results = _logits.finish("cpu", statistics)
     outputs = []
     for values in (results.log_prob, results.entropy, results.sum_p2):
         out = torch.zeros(inputs.codes.shape, dtype=torch.float32)
@@ -307,7 +307,7 @@ def linear_log_probs(
         deterministic: the results and the hidden gradient of a token have the same bits whatever other tokens there
             are, however many, and everything has the same bits for any number of threads. Products then have 64
             rows, filled up with zeros, and run on one thread: that is the price.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         TokenLogProbs(log_probs, entropy, sum_p2), each like labels, None where not asked for; float32 (float64 for
@@ -406,7 +406,7 @@ def arguments(
             raise TypeError(f"{op}: {name} is a {type(number).__name__}; pass an integer")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"{op}: chunk_tokens is {chunk_tokens}; it must be at least 1, or None")
-    name = dispatch.resolve(op, backend, hidden, weight, bias)
+    name = dispatch.resolve(op, backend, hidden, weight, bias, kernels=("cpu",))
     parts, vocab = None, weight.shape[0]
     if vocab_group is not None and (name == "reference" or torch.compiler.is_compiling()):
         raise ValueError(

@@ -66,7 +66,7 @@ class OnePass:
         for take in head.chunks():
             here = rows[take]
             head.load(take)
-            found = _logits.finish(head.statistics())
+            found = _logits.finish("cpu", head.statistics())
             state[:, take] = torch.stack([found.lse, found.entropy, found.sum_p2])
             log_probs.view(-1)[here] = found.log_prob.to(torch.float32)
             if entropy is not None:
@@ -166,7 +166,7 @@ def linear_policy_loss(
         cu_seqlens, turn_ids, rollout_log_probs, ref_log_probs: as in `policy_loss`.
         weights, is_weights, selected, row_tokens, denominator, reduction: as in `policy_loss`; a token with weight 0 is
             not read.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         LossOutput(loss, metrics). A backward hands over the gradients that the forward made, without a copy where the

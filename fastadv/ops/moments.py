@@ -7,21 +7,15 @@ from torch import Tensor
 
 from fastadv import native, validation
 from fastadv.groups import GroupIndex
+from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import moments as reference
 from fastadv.reference.moments import GroupMoments, TurnMoments
 from fastadv.segment_table import Segments
 
 
-def _fake_group(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor) -> list[Tensor]:
-    floats = [rewards.new_empty(offsets.shape[0] - 1) for _ in range(4)]
-    return [*floats, offsets.new_empty(offsets.shape[0] - 1)]
-
-
-@native_op("group_moments", _fake_group)
-def _launch_group(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor) -> list[Tensor]:
+def _group_cpu(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor, out: list[Tensor]) -> int:
     groups = offsets.shape[0] - 1
-    out = [torch.empty(groups, dtype=torch.float64) for _ in range(4)] + [torch.empty(groups, dtype=torch.int64)]
     native.module().group_moments(
         (groups, rewards.shape[0], native.address(order), native.address(offsets)),
         native.address(rewards),
@@ -29,10 +23,58 @@ def _launch_group(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor
         tuple(t.data_ptr() for t in out),
         native.threads(rewards.shape[0]),
     )
+    return 0
+
+
+GROUP_MOMENTS = Kernel("group_moments", cpu=_group_cpu, triton="moments")  # writes the fields of a GroupMoments
+
+
+def _fake_group(backend: str, rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor) -> list[Tensor]:
+    floats = [rewards.new_empty(offsets.shape[0] - 1) for _ in range(4)]
+    return [*floats, offsets.new_empty(offsets.shape[0] - 1)]
+
+
+@native_op("group_moments", _fake_group)
+def _launch_group(backend: str, rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor) -> list[Tensor]:
+    groups = offsets.shape[0] - 1
+    dtypes = (*[torch.float64] * 4, torch.int64)
+    out = [torch.empty(groups, dtype=dtype, device=rewards.device) for dtype in dtypes]
+    GROUP_MOMENTS(backend, rewards, votes, order, offsets, out)
     return out
 
 
+def _turn_cpu(
+    rewards: Tensor,
+    votes: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    turns: Tensor,
+    minimum: Tensor,
+    table: Tensor,
+    out: list[Tensor],
+) -> int:
+    groups, size = offsets.shape[0] - 1, out[0].shape[0]
+    used = int(table[-1])
+    if used > size:
+        raise ValueError(f"turn_moments: groups have {used} turns, the table {size} slots; build both from one batch")
+    native.module().turn_moments(
+        (groups, rewards.shape[0], native.address(order), native.address(offsets)),
+        native.address(rewards),
+        native.address(votes),
+        native.address(turns),
+        native.address(minimum),
+        (native.address(table), out[0].data_ptr(), out[1].data_ptr()),
+        native.threads(size),
+    )
+    return 0
+
+
+# Adds to two tables of zeros, votes and rewards of each group's turns, float64.
+TURN_MOMENTS = Kernel("turn_moments", cpu=_turn_cpu, triton="moments")
+
+
 def _fake_turn(
+    backend: str,
     rewards: Tensor,
     votes: Tensor,
     order: Tensor,
@@ -47,6 +89,7 @@ def _fake_turn(
 
 @native_op("turn_moments", _fake_turn)
 def _launch_turn(
+    backend: str,
     rewards: Tensor,
     votes: Tensor,
     order: Tensor,
@@ -56,20 +99,8 @@ def _launch_turn(
     table: Tensor,
     size: int,
 ) -> list[Tensor]:
-    groups = offsets.shape[0] - 1
-    used = int(table[-1])
-    if used > size:
-        raise ValueError(f"turn_moments: groups have {used} turns, the table {size} slots; build both from one batch")
-    out = [torch.zeros(size, dtype=torch.float64) for _ in range(2)]
-    native.module().turn_moments(
-        (groups, rewards.shape[0], native.address(order), native.address(offsets)),
-        native.address(rewards),
-        native.address(votes),
-        native.address(turns),
-        native.address(minimum),
-        (native.address(table), out[0].data_ptr(), out[1].data_ptr()),
-        native.threads(size),
-    )
+    out = [torch.zeros(size, dtype=torch.float64, device=rewards.device) for _ in range(2)]
+    TURN_MOMENTS(backend, rewards, votes, order, offsets, turns, minimum, table, out)
     return out
 
 
@@ -77,7 +108,7 @@ def group_moments(rewards: Tensor, votes: Tensor, groups: GroupIndex, backend: s
     """Moments of each group; `rewards` and `votes` `[B]` float64, contiguous, checked."""
     if backend == "reference":
         return reference.group_moments(rewards, votes, groups)
-    return GroupMoments(*_launch_group(rewards, votes, groups.order, groups.offsets))
+    return GroupMoments(*_launch_group(backend, rewards, votes, groups.order, groups.offsets))
 
 
 def turn_moments(
@@ -90,5 +121,5 @@ def turn_moments(
     size = int(table[-1]) if validation.on_host(table) else index.count
     if backend == "reference":
         return reference.turn_moments(rewards, votes, groups, index.offsets, index.count, minimum, table, size)
-    launched = _launch_turn(rewards, votes, groups.order, groups.offsets, turns, minimum, table, size)
+    launched = _launch_turn(backend, rewards, votes, groups.order, groups.offsets, turns, minimum, table, size)
     return TurnMoments(table, *launched)

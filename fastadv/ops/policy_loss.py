@@ -113,8 +113,8 @@ def policy_loss(
             is divided by is the configuration's choice.
         reduction: "loss" for one number, "none" for weighted token losses, undivided and like log_probs, 0 outside of
             the mask.
-        backend: "auto", "reference" or "cpu". The losses of `fastadv.losses.NATIVE_LOSSES` have a kernel, for float32,
-            bfloat16 and float16; float64 per-token inputs take "auto" to the reference.
+        backend: "auto" or the name of one of `fastadv.backends()`. The losses of `fastadv.losses.NATIVE_LOSSES` have
+            kernels, for float32, bfloat16 and float16; float64 per-token inputs take "auto" to the reference.
 
     Returns:
         LossOutput(loss, metrics). A batch without a token that counts gives 0, with a graph.
@@ -166,6 +166,8 @@ def policy_loss(
     token_values = given.values if given.kind == TOKEN else None
     floats = (log_probs, *optional.values(), token_values, token_weights)
     backend = dispatch.resolve(op, backend, *floats, reference_only=without_kernel(config, reduction))
+    if backend not in ("reference", "cpu"):
+        validation.mask_values(op, "mask", mask)
     if backend != "reference":
         mask = native.as_mask(mask)
     scale, row_tokens = (
@@ -207,12 +209,18 @@ def policy_loss(
         chosen = (selected, denominator is None)
         loss, sums = _reference(op, log_probs, entropy, inputs, given.kind, rows, config, chosen, per_token)
     else:
-        loss, sums = _native(log_probs, entropy, inputs, given.kind, config, per_token)
+        loss, sums = _native(backend, log_probs, entropy, inputs, given.kind, config, per_token)
     return LossOutput(loss, _metrics(sums, config, inputs, entropy) | row_metrics)
 
 
 def _native(
-    log_probs: Tensor, entropy: Tensor | None, inputs: Inputs, kind: int, config: LossConfig, per_token: bool
+    backend: str,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: Inputs,
+    kind: int,
+    config: LossConfig,
+    per_token: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     def floats(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.to(torch.float32).contiguous()
@@ -226,10 +234,10 @@ def _native(
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (log_probs, entropy)]
     if torch.compiler.is_compiling() or not any(wanted):
         numbers = [float(x) for x in formula]
-        loss, *_, sums = launch(log_probs, entropy, list(inputs), numbers, wanted, per_token)
+        loss, *_, sums = launch(backend, log_probs, entropy, list(inputs), numbers, wanted, per_token)
     else:
         loss, sums = PolicyLoss.apply(  # type: ignore[no-untyped-call]
-            log_probs, entropy, inputs, formula, per_token
+            log_probs, entropy, inputs, formula, per_token, backend
         )
     return loss, dict(zip(SUMS, sums.unbind(), strict=True))
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastadv import dispatch, native, validation
+from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import segments as reference
 from fastadv.rows import Rows
@@ -14,16 +15,11 @@ from fastadv.segment_table import SegmentTable
 DTYPES = (torch.float32, torch.float64)  # of tables
 
 
-def _fake(values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
-    return values.new_empty(turn_ids.shape)
-
-
-def launch_into(
+def _cpu(
     values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None, tokens: Tensor
-) -> None:
-    """Runs the CPU kernel into a given buffer: `tokens`, contiguous, like turn_ids, in the dtype of `values`."""
+) -> int:
     rows = Rows.trusted(turn_ids, cu_seqlens)
-    faults = native.module().segment_tokens(
+    faults: int = native.module().segment_tokens(
         native.rows(rows),
         values.dtype == torch.float64,
         native.address(values),
@@ -33,15 +29,36 @@ def launch_into(
         native.address(tokens),
         native.threads(rows.tokens),
     )
-    validation.native_faults("segment_tokens", faults)
+    return faults
+
+
+# Writes `tokens`, contiguous, like turn_ids, in the dtype of `values`.
+SEGMENT_TOKENS = Kernel("segment_tokens", cpu=_cpu, triton="segments")
+
+
+def _fake(
+    backend: str,
+    values: Tensor,
+    offsets: Tensor,
+    turn_ids: Tensor,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    return values.new_empty(turn_ids.shape)
 
 
 @native_op("segment_tokens", _fake)
 def _launch(
-    values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None
+    backend: str,
+    values: Tensor,
+    offsets: Tensor,
+    turn_ids: Tensor,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
 ) -> Tensor:
-    tokens = native.empty(turn_ids.shape, values.dtype)
-    launch_into(values, offsets, turn_ids, cu_seqlens, mask, tokens)
+    tokens = native.empty(turn_ids.shape, values.dtype, values.device)
+    faults = SEGMENT_TOKENS(backend, values, offsets, turn_ids, cu_seqlens, mask, tokens)
+    validation.native_faults("segment_tokens", faults)
     return tokens
 
 
@@ -53,7 +70,7 @@ def segment_tokens(table: SegmentTable, mask: Tensor | None = None, *, backend: 
     Args:
         table: values per (rollout, turn).
         mask: shaped like the table's `turn_ids`; tokens with 0 get 0.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         Tensor of the shape of `turn_ids` in the table's dtype; 0 outside of turns.
@@ -67,10 +84,11 @@ def segment_tokens(table: SegmentTable, mask: Tensor | None = None, *, backend: 
     if mask is not None:
         shape, device = tuple(index.turn_ids.shape), table.values.device
         validation.tensor(op, "mask", mask, shape=shape, dtypes=validation.MASKS, device=device)
-    if dispatch.resolve(op, backend, table.values, dtypes=DTYPES) == "reference":
-        if mask is not None:
-            validation.mask_values(op, "mask", mask)
+    name = dispatch.resolve(op, backend, table.values, dtypes=DTYPES)
+    if mask is not None and name != "cpu":
+        validation.mask_values(op, "mask", mask)
+    if name == "reference":
         return reference.segment_tokens(table.values, index.offsets, index.turn_ids, index.rows, mask)
     mask = None if mask is None else native.as_mask(mask)
-    tokens: Tensor = _launch(table.values.contiguous(), index.offsets, index.turn_ids, index.cu_seqlens, mask)
+    tokens: Tensor = _launch(name, table.values.contiguous(), index.offsets, index.turn_ids, index.cu_seqlens, mask)
     return tokens

@@ -6,28 +6,25 @@ import torch
 from torch import Tensor
 
 from fastadv import dispatch, native, validation
+from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import sequence_log_ratios as reference
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rows import Rows
 
-
-def _fake(
-    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None, skip_missing: bool
-) -> list[Tensor]:
-    rows = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtypes = (torch.float64, torch.float64, torch.int64, torch.int64)
-    return [mask.new_empty(rows, dtype=dtype) for dtype in dtypes]
+DTYPES = (torch.float64, torch.float64, torch.int64, torch.int64)  # of a SequenceLogRatios
 
 
-@native_op("sequence_log_ratios", _fake)
-def _launch(
-    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None, skip_missing: bool
-) -> list[Tensor]:
+def _cpu(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    skip_missing: bool,
+    out: list[Tensor],
+) -> int:
     rows = Rows.trusted(mask, cu_seqlens)
-    dtypes = (torch.float64, torch.float64, torch.int64, torch.int64)
-    out = [torch.empty(rows.count, dtype=dtype) for dtype in dtypes]
-    faults = native.module().sequence_log_ratios(
+    faults: int = native.module().sequence_log_ratios(
         native.rows(rows),
         native.view(log_probs),
         native.view(old_log_probs),
@@ -36,6 +33,37 @@ def _launch(
         tuple(t.data_ptr() for t in out),
         native.threads(rows.tokens),
     )
+    return faults
+
+
+# Writes the fields of a SequenceLogRatios, each [B].
+SEQUENCE_LOG_RATIOS = Kernel("sequence_log_ratios", cpu=_cpu, triton="sequence_log_ratios")
+
+
+def _fake(
+    backend: str,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    skip_missing: bool,
+) -> list[Tensor]:
+    rows = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return [mask.new_empty(rows, dtype=dtype) for dtype in DTYPES]
+
+
+@native_op("sequence_log_ratios", _fake)
+def _launch(
+    backend: str,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    skip_missing: bool,
+) -> list[Tensor]:
+    rows = Rows.trusted(mask, cu_seqlens).count
+    out = [torch.empty(rows, dtype=dtype, device=mask.device) for dtype in DTYPES]
+    faults = SEQUENCE_LOG_RATIOS(backend, log_probs, old_log_probs, mask, cu_seqlens, skip_missing, out)
     validation.native_faults("sequence_log_ratios", faults)
     return out
 
@@ -58,7 +86,7 @@ def sequence_log_ratios(
         cu_seqlens: `[B + 1]` for packed tokens; without it, 1-D tokens are one rollout.
         missing: what an old log-prob of NaN does: "nan", the sum is NaN; "skip", sum and minimum leave the token out.
             It is counted either way.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         SequenceLogRatios(sum, minimum, tokens, missing), each `[B]`, and its mean(). Where ranks hold parts of a
@@ -83,7 +111,8 @@ def log_ratios_of(
 ) -> SequenceLogRatios:
     """`sequence_log_ratios` for checked arguments and a backend that is settled."""
     given = (log_probs.detach(), old_log_probs.detach())
-    if backend == "reference":
+    if backend != "cpu":
         validation.mask_values(op, "mask", mask)
+    if backend == "reference":
         return reference.sequence_log_ratios(*given, mask, rows, skip_missing)
-    return SequenceLogRatios(*_launch(*given, native.as_mask(mask), rows.cu_seqlens, skip_missing))
+    return SequenceLogRatios(*_launch(backend, *given, native.as_mask(mask), rows.cu_seqlens, skip_missing))

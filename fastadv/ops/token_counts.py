@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastadv import dispatch, native, validation
+from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import token_counts as reference
 from fastadv.rows import Rows
@@ -54,18 +55,25 @@ class Denominators:
         return replace(self, candidates=float(candidates))
 
 
-def _fake(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _cpu(mask: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
+    rows = Rows.trusted(mask, cu_seqlens)
+    faults: int = native.module().token_counts(
+        native.rows(rows), native.view(mask), counts.data_ptr(), native.threads(rows.tokens)
+    )
+    return faults
+
+
+TOKEN_COUNTS = Kernel("token_counts", cpu=_cpu, triton="token_counts")  # writes counts, [B] int64
+
+
+def _fake(backend: str, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return mask.new_empty(mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, dtype=torch.int64)
 
 
 @native_op("token_counts", _fake)
-def _launch(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    rows = Rows.trusted(mask, cu_seqlens)
-    counts = torch.empty(rows.count, dtype=torch.int64)
-    faults = native.module().token_counts(
-        native.rows(rows), native.view(mask), counts.data_ptr(), native.threads(rows.tokens)
-    )
-    validation.native_faults("token_counts", faults)
+def _launch(backend: str, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    counts = torch.empty(Rows.trusted(mask, cu_seqlens).count, dtype=torch.int64, device=mask.device)
+    validation.native_faults("token_counts", TOKEN_COUNTS(backend, mask, cu_seqlens, counts))
     return counts
 
 
@@ -75,7 +83,7 @@ def token_counts(mask: Tensor, cu_seqlens: Tensor | None = None, *, backend: str
     Args:
         mask: `[N]` or `[B, T]`, any bool, integer or whole-valued float dtype.
         cu_seqlens: `[B + 1]` int32 or int64 for packed tokens; without it, 1-D tokens are one rollout.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         `[B]` int64.
@@ -86,15 +94,16 @@ def token_counts(mask: Tensor, cu_seqlens: Tensor | None = None, *, backend: str
     op = "token_counts"
     rows = Rows.of(op, "mask", mask, cu_seqlens)
     validation.tensor(op, "mask", mask, dtypes=validation.MASKS)
-    return counts_of(op, mask, rows, dispatch.resolve(op, backend, mask if mask.device.type != "cpu" else None))
+    return counts_of(op, mask, rows, dispatch.resolve(op, backend, device=mask.device))
 
 
 def counts_of(op: str, mask: Tensor, rows: Rows, backend: str) -> Tensor:
     """`token_counts` for a layout and a backend that are settled."""
-    if backend == "reference":
+    if backend != "cpu":
         validation.mask_values(op, "mask", mask)
+    if backend == "reference":
         return reference.token_counts(mask, rows)
-    counts: Tensor = _launch(native.as_mask(mask), rows.cu_seqlens)
+    counts: Tensor = _launch(backend, native.as_mask(mask), rows.cu_seqlens)
     return counts
 
 
@@ -118,7 +127,7 @@ def denominators(
         context_group: ranks that hold parts of the same rollouts, in the same order (context parallel): each rollout's
             tokens are summed over it first, so that a rollout counts once. `process_group` is then the group across
             rollouts only, and `ranks` the product of both sizes, for trainers that average over both.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         Denominators with counts on the mask's device; nothing waits for a GPU.

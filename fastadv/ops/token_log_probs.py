@@ -27,6 +27,7 @@ class TokenLogProbs(NamedTuple):
 
 
 def _fake(
+    backend: str,
     logits: Tensor,
     labels: Tensor,
     inverse_temperatures: Tensor | None,
@@ -41,6 +42,7 @@ def _fake(
 
 
 def _fake_gradient(
+    backend: str,
     logits: Tensor,
     labels: Tensor,
     inverse_temperatures: Tensor | None,
@@ -56,6 +58,7 @@ def _fake_gradient(
 
 @native_op("token_log_probs_backward", _fake_gradient)
 def _launch_gradient(
+    backend: str,
     logits: Tensor,
     labels: Tensor,
     inverse_temperatures: Tensor | None,
@@ -67,9 +70,9 @@ def _launch_gradient(
     g_sum_p2: Tensor | None,
 ) -> Tensor:
     inverse = inverse_temperature if inverse_temperatures is None else inverse_temperatures
-    out = native.empty(logits.shape, logits.dtype)
+    out = native.empty(logits.shape, logits.dtype, logits.device)
     upstream = (g_log_probs, g_entropy, g_sum_p2)
-    return _logits.logits_gradient(logits, labels, *_parts(state), *upstream, inverse, softcap, out=out)
+    return _logits.logits_gradient(backend, logits, labels, *_parts(state), *upstream, inverse, softcap, out=out)
 
 
 def _parts(state: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -77,7 +80,7 @@ def _parts(state: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, inverse_temperatures, ctx.inverse_temperature, ctx.softcap, ctx.moments = inputs
+    ctx.backend, logits, labels, inverse_temperatures, ctx.inverse_temperature, ctx.softcap, ctx.moments = inputs
     ctx.save_for_backward(logits, labels, inverse_temperatures, output[3])
 
 
@@ -85,11 +88,13 @@ def _backward(ctx: Any, g_log_probs: Tensor, g_entropy: Tensor, g_sum_p2: Tensor
     logits, labels, inverse_temperatures, state = ctx.saved_tensors
     upstream = (g_log_probs, g_entropy, g_sum_p2) if ctx.moments else (g_log_probs, None, None)
     scaling = (inverse_temperatures, ctx.inverse_temperature, ctx.softcap)
-    return _launch_gradient(logits, labels, *scaling, state, *upstream), None, None, None, None, None
+    gradient = _launch_gradient(ctx.backend, logits, labels, *scaling, state, *upstream)
+    return None, gradient, None, None, None, None, None
 
 
 @native_op("token_log_probs", _fake, autograd=(_backward, _setup_context))
 def _launch(
+    backend: str,
     logits: Tensor,
     labels: Tensor,
     inverse_temperatures: Tensor | None,
@@ -98,40 +103,40 @@ def _launch(
     moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inverse = inverse_temperature if inverse_temperatures is None else inverse_temperatures
-    return _logits.log_probs(logits, labels, inverse, softcap, moments)
+    return _logits.log_probs(backend, logits, labels, inverse, softcap, moments)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     """Saves the logits and three numbers a row; the backward reads the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, rest: tuple[Any, ...], in_place: bool) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, backend: str, logits: Tensor, rest: tuple[Any, ...], in_place: bool) -> tuple[Tensor, ...]:
         labels, inverse_temperatures, *ctx.numbers, moments = rest
-        log_probs, entropy, sum_p2, state = _launch(logits, *rest)
+        log_probs, entropy, sum_p2, state = _launch(backend, logits, *rest)
         ctx.save_for_backward(logits, labels, validation.saveable(inverse_temperatures), state)
-        ctx.in_place = in_place
+        ctx.in_place, ctx.backend = in_place, backend
         ctx.set_materialize_grads(False)
         return (log_probs, entropy, sum_p2) if moments else (log_probs,)
 
     @staticmethod
     @first_order("token_log_probs")
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[None, Tensor | None, None, None]:
         logits, labels, inverse_temperatures, state = ctx.saved_tensors  # raises where the logits were overwritten
         inverse_temperature, softcap = ctx.numbers
-        given = (*upstream, None, None)[:3]
+        given = g_log_probs, g_entropy, g_sum_p2 = (*upstream, None, None)[:3]
         if all(g is None for g in given):
-            return None, None, None
+            return None, None, None, None
         if not ctx.in_place:
             scaling = (inverse_temperatures, inverse_temperature, softcap)
-            return _launch_gradient(logits, labels, *scaling, state, *given), None, None
+            return None, _launch_gradient(ctx.backend, logits, labels, *scaling, state, *given), None, None
         inverse = inverse_temperature if inverse_temperatures is None else inverse_temperatures
         gradient = logits.detach()
-        g_log_probs, g_entropy, g_sum_p2 = given
         _logits.logits_gradient(
-            logits, labels, *_parts(state), g_log_probs, g_entropy, g_sum_p2, inverse, softcap, out=gradient
-        )
+            ctx.backend, logits, labels, *_parts(state), g_log_probs, g_entropy, g_sum_p2, inverse, softcap,
+            out=gradient,
+        )  # fmt: skip
         torch.autograd.graph.increment_version(logits)
-        return gradient, None, None
+        return None, gradient, None, None
 
 
 # ---- the public op ---------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def token_log_probs(
         inplace_backward: the backward writes the gradient over the logits, which then are no logits any more: autograd
             raises where they, or this graph, are used for a gradient again. Without effect on the reference and under
             torch.compile.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         TokenLogProbs(log_probs, entropy, sum_p2), each like labels, None where not asked for; float32 (float64 for
@@ -221,7 +226,8 @@ def token_log_probs(
         arguments.positive(op, "temperature", temperature)
 
     moments = return_entropy or return_sum_p2
-    if dispatch.resolve(op, backend, logits) == "reference":
+    name = dispatch.resolve(op, backend, logits)
+    if name == "reference":
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         if reads is None:
             reads = torch.ones_like(labels, dtype=torch.bool)
@@ -234,7 +240,7 @@ def token_log_probs(
         inverse = (1 / temperature, 1.0) if isinstance(temperature, Tensor) else (None, 1 / temperature)
         rest = (codes, *inverse, float(softcap or 0.0), moments)
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
-            results = _launch(logits, *rest)
+            results = _launch(name, logits, *rest)
         else:
-            results = _TokenLogProbs.apply(logits, rest, inplace_backward)  # type: ignore[no-untyped-call]
+            results = _TokenLogProbs.apply(name, logits, rest, inplace_backward)  # type: ignore[no-untyped-call]
     return TokenLogProbs(results[0], results[1] if return_entropy else None, results[2] if return_sum_p2 else None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastadv import native, validation
 from fastadv.groups import GroupIndex, Labels
+from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.ops.group_advantages import dtype_of, kernel_arguments, launch_arguments, prepare
 from fastadv.ops.moments import turn_moments
@@ -23,7 +24,35 @@ SHRINK_TARGETS = ("loo", "mean")
 OUTPUTS = ("tokens", "segments")
 
 
+def _cpu(
+    tensors: list[Tensor],
+    include: Tensor | None,
+    rule: list[float],
+    table: list[Tensor],
+    offsets: Tensor,
+    kappa: float,
+    shrink_to_mean: bool,
+    values: Tensor,
+) -> int:
+    native.module().turn_advantages(
+        *kernel_arguments(tensors, include, rule),
+        tuple(native.address(t) for t in table),
+        (native.address(offsets), values.shape[0]),
+        kappa,
+        shrink_to_mean,
+        values.dtype == torch.float64,
+        values.data_ptr(),
+        native.threads(values.shape[0]),
+    )
+    return 0
+
+
+# Writes values, [S], float32 or float64; `table` holds the fields of a TurnMoments.
+TURN_ADVANTAGES = Kernel("turn_advantages", cpu=_cpu, triton="turn_advantages")
+
+
 def _fake(
+    backend: str,
     tensors: list[Tensor],
     include: Tensor | None,
     rule: list[float],
@@ -39,6 +68,7 @@ def _fake(
 
 @native_op("turn_advantages", _fake)
 def _launch(
+    backend: str,
     tensors: list[Tensor],
     include: Tensor | None,
     rule: list[float],
@@ -49,17 +79,8 @@ def _launch(
     shrink_to_mean: bool,
     wide: bool,
 ) -> Tensor:
-    values = native.empty((segments,), dtype_of(wide))
-    native.module().turn_advantages(
-        *kernel_arguments(tensors, include, rule),
-        tuple(native.address(t) for t in table),
-        (native.address(offsets), segments),
-        kappa,
-        shrink_to_mean,
-        wide,
-        values.data_ptr(),
-        native.threads(segments),
-    )
+    values = native.empty((segments,), dtype_of(wide), tensors[0].device)
+    TURN_ADVANTAGES(backend, tensors, include, rule, table, offsets, kappa, shrink_to_mean, values)
     return values
 
 
@@ -151,7 +172,7 @@ def turn_advantages(
         statistics: frozen statistics of the unmasked batch, frozen with `turn_ids` and this kappa.
         output: "tokens" for a tensor like `turn_ids`, "segments" for a SegmentTable, which losses look up in the
             kernel.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         float32 (float64 for float64 rewards), 0 at tokens outside of turns; or the SegmentTable.
@@ -191,6 +212,7 @@ def turn_advantages(
         values = values.to(prepared.dtype)
     else:
         values = _launch(
+            prepared.backend,
             *launch_arguments(inputs, rule),
             list(table),
             index.offsets,

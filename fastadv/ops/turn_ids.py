@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastadv import dispatch, native, validation
+from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import turn_ids as reference
 from fastadv.rows import Rows
@@ -18,34 +19,50 @@ MAX_TURN = 2**20  # turn ids index tables: a larger one is garbage, not a turn
 BELOW = "segments: turn_ids has a value below -1; turns count from 0, tokens outside of turns have -1"
 
 
-def _fake_turn_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _turn_ids_cpu(mask: Tensor, cu_seqlens: Tensor | None, turn_ids: Tensor) -> int:
+    rows = Rows.trusted(mask, cu_seqlens)
+    faults: int = native.module().turn_ids(
+        native.rows(rows), native.view(mask), turn_ids.data_ptr(), native.threads(rows.tokens)
+    )
+    return faults
+
+
+TURN_IDS = Kernel("turn_ids", cpu=_turn_ids_cpu, triton="turn_ids")  # writes turn_ids, int32, like the mask
+
+
+def _fake_turn_ids(backend: str, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.empty(mask.shape, dtype=torch.int32, device=mask.device)
 
 
 @native_op("turn_ids_from_mask", _fake_turn_ids)
-def _launch_turn_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    rows = Rows.trusted(mask, cu_seqlens)
-    turn_ids = native.empty(mask.shape, torch.int32)
-    faults = native.module().turn_ids(
-        native.rows(rows), native.view(mask), turn_ids.data_ptr(), native.threads(rows.tokens)
-    )
-    validation.native_faults("turn_ids_from_mask", faults)
+def _launch_turn_ids(backend: str, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    turn_ids = native.empty(mask.shape, torch.int32, mask.device)
+    validation.native_faults("turn_ids_from_mask", TURN_IDS(backend, mask, cu_seqlens, turn_ids))
     return turn_ids
 
 
-def _fake_turn_counts(turn_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _turn_counts_cpu(turn_ids: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
+    rows = Rows.trusted(turn_ids, cu_seqlens)
+    below = native.module().turn_counts(
+        native.rows(rows), native.view(turn_ids), counts.data_ptr(), native.threads(rows.tokens)
+    )
+    return int(below)
+
+
+# Writes `[B]` int64: a row's largest turn id + 1. Not 0, or a count of -1, where a value is below -1.
+TURN_COUNTS = Kernel("turn_counts", cpu=_turn_counts_cpu, triton="turn_ids")
+
+
+def _fake_turn_counts(backend: str, turn_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     rows = turn_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return turn_ids.new_empty(rows, dtype=torch.int64)
 
 
 @native_op("turn_counts", _fake_turn_counts)
-def _launch_turn_counts(turn_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _launch_turn_counts(backend: str, turn_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     rows = Rows.trusted(turn_ids, cu_seqlens)
-    counts = torch.empty(rows.count, dtype=torch.int64)
-    below = native.module().turn_counts(
-        native.rows(rows), native.view(turn_ids), counts.data_ptr(), native.threads(rows.tokens)
-    )
-    if below:
+    counts = torch.empty(rows.count, dtype=torch.int64, device=turn_ids.device)
+    if TURN_COUNTS(backend, turn_ids, cu_seqlens, counts):
         raise ValueError(BELOW)
     return counts
 
@@ -60,7 +77,7 @@ def turn_ids_from_mask(mask: Tensor, cu_seqlens: Tensor | None = None, *, backen
     Args:
         mask: `[N]` or `[B, T]`, any bool, integer or whole-valued float dtype; non-zero marks model tokens.
         cu_seqlens: `[B + 1]` int32 or int64 for packed tokens; without it, 1-D tokens are one rollout.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         int32 tensor of the mask's shape: 0, 1, ... in each rollout, -1 outside turns.
@@ -71,10 +88,12 @@ def turn_ids_from_mask(mask: Tensor, cu_seqlens: Tensor | None = None, *, backen
     op = "turn_ids_from_mask"
     rows = Rows.of(op, "mask", mask, cu_seqlens)
     validation.tensor(op, "mask", mask, dtypes=validation.MASKS)
-    if dispatch.resolve(op, backend, mask if mask.device.type != "cpu" else None) == "reference":
+    name = dispatch.resolve(op, backend, device=mask.device)
+    if name != "cpu":
         validation.mask_values(op, "mask", mask)
+    if name == "reference":
         return reference.turn_ids_from_mask(mask, rows)
-    turn_ids: Tensor = _launch_turn_ids(native.as_mask(mask), rows.cu_seqlens)
+    turn_ids: Tensor = _launch_turn_ids(name, native.as_mask(mask), rows.cu_seqlens)
     return turn_ids
 
 
@@ -117,7 +136,7 @@ def segments(turn_ids: Tensor | Segments, cu_seqlens: Tensor | None = None, *, b
     Args:
         turn_ids: `[N]` or `[B, T]` int32 or int64, -1 outside turns. Segments are returned as they are.
         cu_seqlens: `[B + 1]` for packed tokens; without it, 1-D tokens are one rollout.
-        backend: "auto", "reference" or "cpu".
+        backend: "auto" or the name of one of `fastadv.backends()`.
 
     Returns:
         The index object that the other ops take in place of `turn_ids`. On a GPU this waits for the device to learn the
@@ -133,12 +152,15 @@ def segments(turn_ids: Tensor | Segments, cu_seqlens: Tensor | None = None, *, b
         return turn_ids
     rows = Rows.of(op, "turn_ids", turn_ids, cu_seqlens)
     validation.tensor(op, "turn_ids", turn_ids, dtypes=(torch.int32, torch.int64))
-    if dispatch.resolve(op, backend, turn_ids if turn_ids.device.type != "cpu" else None) == "reference":
+    name = dispatch.resolve(op, backend, device=turn_ids.device)
+    if name == "reference":
         if bool((turn_ids < -1).any()):
             raise ValueError(BELOW)
         counts = reference.turn_counts(turn_ids, rows)
     else:
-        counts = _launch_turn_counts(turn_ids, rows.cu_seqlens)
+        counts = _launch_turn_counts(name, turn_ids, rows.cu_seqlens)
+        if name != "cpu" and bool((counts < 0).any()):
+            raise ValueError(BELOW)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B + 1]
     if rows.count and int(counts.max()) > MAX_TURN:
         raise ValueError(

@@ -1,0 +1,123 @@
+"""What every launcher needs: tensors as kernels take them, and one way to start a kernel.
+
+Kernels read contiguous tensors and bool masks. Other strides, and masks of other dtypes, are copied first, one pass
+each. Sizes are run-time numbers that no kernel is specialised on, so a new length compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+FRACTIONAL = 2  # in a mask's bytes, beside 0 and 1: not a whole number
+ALIGNMENT = 16  # bytes: of pointers for which the compiler uses 128-bit loads
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One compiled form of a kernel: what a launch asks for, and what the ahead-of-time gate compiles and inspects."""
+
+    kernel: Any  # the @triton.jit function
+    signature: tuple[
+        tuple[str, str], ...
+    ]  # run-time arguments and their types: ("log_probs", "*fp32"), ("tokens", "i64")
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]  # pointers that are multiples of ALIGNMENT
+    num_warps: int = 4
+    num_stages: int = 1
+    fp_fusion: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.kernel.__name__)
+
+
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
+    torch.uint8: "u8", torch.bool: "u1", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+launched: Callable[[Configuration], None] | None = None  # tests: called with what each launch needs compiled
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Tensor | int | float],
+    constants: dict[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    fp_fusion: bool = False,
+) -> None:
+    """Starts a kernel on the device of its tensors. A grid without programs starts nothing.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        grid: programs, one to three numbers.
+        arguments: run-time arguments by name: tensors, integers (int64 in the kernel), floats (float32).
+        constants: `tl.constexpr` arguments by name.
+        num_warps, num_stages, fp_fusion: compiler options; fusion of a * b + c is said explicitly, never a default.
+    """
+    if launched is not None:
+        launched(_configuration(kernel, arguments, constants, num_warps, num_stages, fp_fusion))
+    if 0 in grid:
+        return
+    device = next(t.device for t in arguments.values() if isinstance(t, Tensor))
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        kernel[grid](
+            **arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fp_fusion
+        )  # fmt: skip
+
+
+def _configuration(
+    kernel: Any,
+    arguments: dict[str, Tensor | int | float],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    fp_fusion: bool,
+) -> Configuration:
+    def type_of(value: Tensor | int | float) -> str:
+        if isinstance(value, Tensor):
+            return "*" + TYPES[value.dtype]
+        return "i64" if isinstance(value, int) else "fp32"
+
+    aligned = tuple(n for n, v in arguments.items() if isinstance(v, Tensor) and v.data_ptr() % ALIGNMENT == 0)
+    return Configuration(
+        kernel,
+        tuple((name, type_of(value)) for name, value in arguments.items()),
+        tuple(constants.items()),
+        aligned,
+        num_warps,
+        num_stages,
+        fp_fusion,
+    )
+
+
+def blocks(tokens: int, block: int) -> int:
+    """Programs that cover this many tokens."""
+    return triton.cdiv(tokens, block)
+
+
+def mask_bytes(mask: Tensor) -> Tensor:
+    """A mask as kernels read it, contiguous uint8: 0, 1, or FRACTIONAL. A bool mask is not copied."""
+    if mask.dtype == torch.bool:
+        return mask.contiguous().view(torch.uint8)
+    on = (mask != 0).to(torch.uint8)
+    if mask.is_floating_point():
+        on += mask.frac() != 0  # also of NaN and inf, whose fraction is NaN
+    return on.contiguous()
+
+
+def offsets_or_empty(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
+    """cu_seqlens, or a tensor that stands for none where the tokens are padded."""
+    return like.new_empty(0, dtype=torch.int64) if cu_seqlens is None else cu_seqlens
