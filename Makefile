@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all peers sanitize replay bench profile lint format clean
+.PHONY: test test-all peers sanitize replay bench profile gpu lint format clean
 
 # All checks that land a change: style, types, tests.
 test: lint
@@ -45,6 +45,11 @@ bench: .venv/peers
 # Absolute times of the ops on this machine.
 profile: .venv/installed
 	$(BIN)/pytest bench --benchmark-columns=min,median,max,rounds --benchmark-sort=name
+
+# On the card that is here: every op against float64 on it, then the benchmarks beside peers: bench/results/gpu.md.
+gpu: .venv/installed
+	TRITON_INTERPRET=0 $(BIN)/pytest -q -m gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m bench.gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check .

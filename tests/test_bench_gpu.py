@@ -51,8 +51,12 @@ def test_the_state_of_a_card_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     assert gpu_card.state() == {
-        "SM clock MHz": 1755, "memory clock MHz": 2619, "temperature C": 51, "power W": 312.4, "slowed by": ["power cap"],
-    }  # fmt: skip
+        "SM clock MHz": 1755,
+        "memory clock MHz": 2619,
+        "temperature C": 51,
+        "power W": 312.4,
+        "slowed by": ["power cap"],
+    }
 
 
 def test_the_page_says_what_missed_and_what_slowed_the_card() -> None:
