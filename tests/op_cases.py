@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from draws import BACKENDS, GARBAGE, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64, where_masked
+from draws import BACKENDS, GARBAGE, INTERPRETED, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64, where_masked
 from loss_cases import LOSS_CASES, LOSSES_WITHOUT_KERNEL, PPO, settled
 from torch import Tensor
 
@@ -16,6 +16,8 @@ __all__ = [
     "BACKENDS",
     "CASES",
     "GARBAGE",
+    "INTERPRETED",
+    "INTERPRETED_CASES",
     "NATIVE",
     "REFERENCE_CASES",
     "Case",
@@ -277,6 +279,9 @@ CASES = (
         magnitude=linear_magnitude,
     ),
 )
+INTERPRETED_CASES = tuple(
+    case for case in CASES if not case.name.startswith("linear")
+)  # no Triton kernels for those yet
 # What has no kernel, or is made of PyTorch: the contracts hold on the reference.
 REFERENCE_CASES = (
     *LOSSES_WITHOUT_KERNEL,

@@ -13,6 +13,8 @@ from op_cases import (
     BACKENDS,
     CASES,
     GARBAGE,
+    INTERPRETED,
+    INTERPRETED_CASES,
     NATIVE,
     REFERENCE_CASES,
     Case,
@@ -29,19 +31,32 @@ from fastadv import native
 
 # Every op on every backend; losses without a kernel keep the same contracts on the reference.
 PAIRS = [(case, backend) for case in CASES for backend in BACKENDS] + [(case, "reference") for case in REFERENCE_CASES]
+PAIRS += [(case, backend) for case in INTERPRETED_CASES for backend in INTERPRETED]
 
 
-def pairs(chosen: Callable[[Case], Any] = lambda case: True) -> pytest.MarkDecorator:
-    """Parametrises over cases and backends."""
-    mine = [(case, backend) for case, backend in PAIRS if chosen(case)]
-    return pytest.mark.parametrize(("case", "backend"), mine, ids=[f"{case.name}-{backend}" for case, backend in mine])
+def pairs(chosen: Callable[[Case], Any] = lambda case: True, *, interpreted: bool = False) -> pytest.MarkDecorator:
+    """Parametrises over cases and backends. What is interpreted is slow, unless it is said to be quick enough."""
+    params = [
+        pytest.param(
+            case,
+            backend,
+            id=f"{case.name}-{backend}",
+            marks=[pytest.mark.slow] if backend in INTERPRETED and not interpreted else [],
+        )
+        for case, backend in PAIRS
+        if chosen(case)
+    ]
+    return pytest.mark.parametrize(("case", "backend"), params)
 
 
 EVERY = pairs()
+EVERY_QUICKLY = pairs(interpreted=True)
 MASKABLE = pairs(lambda case: case.token_inputs)
 DIFFERENTIABLE = pairs(lambda case: case.gradient_of)
 ON_NATIVE = pytest.mark.parametrize("backend", NATIVE)
-SILENT = pairs(lambda case: case.token_inputs or case.row_inputs)  # of the others nothing may be garbage
+SILENT = pairs(
+    lambda case: case.token_inputs or case.row_inputs, interpreted=True
+)  # of the others nothing may be garbage
 LAYOUTS = (Shape(), Shape(padded=True, seed=1), Shape(lengths=(1100, 2300, 17), seed=2))
 
 
@@ -58,8 +73,8 @@ def identical(a: Tensor, b: Tensor) -> bool:
 
 
 def same(backend: str, a: Outputs, b: Outputs) -> None:
-    """To the bit on native backends; the reference may sum in another order."""
-    if backend in NATIVE:
+    """To the bit where there are kernels; the reference may sum in another order."""
+    if backend in (*NATIVE, *INTERPRETED):
         return same_bits(a, b)
     assert a.keys() == b.keys()
     for name in a:
@@ -155,7 +170,7 @@ DEGENERATE = {
 }
 
 
-@EVERY
+@EVERY_QUICKLY
 @pytest.mark.parametrize("kind", DEGENERATE)
 def test_degenerate_batches_are_finite(case: Case, backend: str, kind: str) -> None:
     inputs = case.make(DEGENERATE[kind].draw())
@@ -170,7 +185,7 @@ def test_degenerate_batches_are_finite(case: Case, backend: str, kind: str) -> N
 # ---- 3. outputs are fully written, inputs never ----------------------------------------------------------------------
 
 
-@EVERY
+@EVERY_QUICKLY
 @pytest.mark.parametrize("shape", LAYOUTS, ids=("packed", "padded", "long"))
 @pytest.mark.usefixtures("poisoned_memory")
 def test_outputs_are_written_and_inputs_are_not(case: Case, backend: str, shape: Shape) -> None:
@@ -373,7 +388,7 @@ def test_without_grad_there_is_none(case: Case, backend: str) -> None:
 # ---- the backend that ran --------------------------------------------------------------------------------------------
 
 
-@EVERY
+@EVERY_QUICKLY
 def test_the_backend_that_was_asked_for_runs(case: Case, backend: str) -> None:
     case.run(backend, case.make(Shape().draw()))
     assert fa.last_backend() == backend

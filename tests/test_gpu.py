@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import CASES, GARBAGE, Case, Inputs, Outputs, Shape, where_masked
+from op_cases import GARBAGE, INTERPRETED_CASES, Case, Inputs, Outputs, Shape, where_masked
 from test_contracts import close_to_oracle, same_bits
 from torch import Tensor
 
@@ -19,8 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 SHAPES = (Shape(), Shape(padded=True, seed=1), Shape(lengths=(1100, 2300, 17, 0, 9000), seed=2))
-GPU_CASES = [case for case in CASES if not case.name.startswith("linear")]  # from hidden states: no kernels yet
-EVERY = pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+EVERY = pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: case.name)
 
 
 def on_device(value: Any, device: str) -> Any:
