@@ -6,10 +6,13 @@ the table stays in the cache.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
-from fastadv.triton_kernels._launch import FRACTIONAL, blocks, launch, mask_bytes, offsets_or_empty
+from fastadv.triton_kernels._launch import FRACTIONAL, Configuration, blocks, launch, mask_bytes, offsets_or_empty
 from fastadv.triton_kernels._rows import rows_of_tokens
 from torch import Tensor
 
@@ -26,9 +29,9 @@ def segment_tokens_kernel(
     mask,  # [N] uint8
     cu_seqlens,  # [B + 1] int64
     tokens,  # [N] like values
-    rows,
-    width,
-    count,
+    rows: tl.int64,
+    width: tl.int64,
+    count: tl.int64,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -87,3 +90,21 @@ def segment_tokens(
         {"BLOCK": BLOCK, "PACKED": cu_seqlens is not None, "MASKED": mask is not None, "BAD": FRACTIONAL},
     )
     return 0
+
+
+STREAMING = (segment_tokens_kernel,)
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every form that a launch asks for."""
+    flags = (True, False)
+    for value, turn, packed, masked in itertools.product(("fp32", "fp64"), ("i32", "i64"), flags, flags):
+        pointers = {
+            "values": value, "offsets": "i64", "turn_ids": turn, "mask": "u8", "cu_seqlens": "i64", "tokens": value,
+        }  # fmt: skip
+        yield Configuration(
+            segment_tokens_kernel,
+            (*((n, f"*{kind}") for n, kind in pointers.items()), ("rows", "i64"), ("width", "i64"), ("count", "i64")),
+            (("BLOCK", BLOCK), ("PACKED", packed), ("MASKED", masked), ("BAD", FRACTIONAL)),
+            tuple(pointers),
+        )

@@ -1,0 +1,41 @@
+"""What ops launch is what their modules list, and so what the compiler's gate has seen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from launch_recorder import form, launches, never_launched, unlisted
+
+import fastadv as fa
+from bench import kernel_registry
+
+
+def segment_calls() -> Iterator[Callable[[], object]]:
+    for packed, masked, integers in itertools.product((True, False), (True, False), (torch.int32, torch.int64)):
+        turn_ids = torch.tensor([0, -1, 1, 0, 0, 1], dtype=integers)
+        cu_seqlens = torch.tensor([0, 3, 6]) if packed else None
+        segments = fa.segments(turn_ids if packed else turn_ids.view(2, 3), cu_seqlens)
+        mask = torch.ones_like(segments.turn_ids, dtype=torch.bool) if masked else None
+        for dtype in (torch.float32, torch.float64):
+            table = fa.SegmentTable(torch.arange(segments.count, dtype=dtype), segments)
+            yield lambda table=table, mask=mask: fa.segment_tokens(table, mask, backend="triton")
+
+
+def test_segments() -> None:
+    found = launches(segment_calls())
+    assert len(found) == 16
+    assert unlisted(found) == []
+    assert never_launched(found, ["fastadv.triton_kernels.segments"]) == []
+
+
+def test_a_launch_that_no_module_lists_is_noticed() -> None:
+    (entry, *_) = kernel_registry.entries("fastadv.triton_kernels.segments")
+    listed = entry.configuration
+    changed = type(listed)(**{**vars(listed), "constants": (*listed.constants[:-1], ("BAD", 3))})
+    unaligned = type(listed)(**{**vars(listed), "aligned": ()})
+    assert unlisted([listed, unaligned, changed, changed]) == [form(changed)]
+    missing = never_launched([unaligned], [entry.module])
+    assert len(missing) == 15
+    assert entry.name not in missing
