@@ -64,29 +64,46 @@ def instructions(text: str) -> list[Instruction]:
     return found
 
 
-def _successors(code: list[Instruction]) -> list[list[int]]:
-    """Where each instruction may go on, by index. A call goes on behind itself; what it runs is not its successor."""
+def _flow(code: list[Instruction]) -> tuple[list[list[int]], dict[int, int]]:
+    """Where each instruction may go on, and the first instruction of what each call runs, by index."""
     at = {instruction.address: i for i, instruction in enumerate(code)}
     meeting: dict[str, int] = {}  # where threads go on that have met at a barrier
     edges = []
+    calls = {}
     for i, instruction in enumerate(code):
-        name, goes_on = instruction.name, i + 1 < len(code)
+        name, target = instruction.name, at.get(instruction.target if instruction.target is not None else -1)
+        ends = False
         branches: list[int] = []
         if name in INDIRECT:
             raise ValueError(f"an indirect branch at {instruction.address:#x}: its loops cannot be told")
-        if name == "BSSY" and instruction.target is not None:
-            meeting[instruction.operands.partition(",")[0]] = at[instruction.target]
+        if name == "BSSY" and target is not None:
+            meeting[instruction.operands.partition(",")[0]] = target
         elif name == "BSYNC" and instruction.operands in meeting:
-            branches.append(meeting[instruction.operands])
-            goes_on = goes_on and bool(instruction.predicate)
-        elif name == "BRA" and instruction.target is not None:
-            branches.append(at[instruction.target])
-            # A condition may also be an operand: BRA.DIV UR4, 0x70.
-            goes_on = goes_on and bool(instruction.predicate or "," in instruction.operands)
+            branches, ends = [meeting[instruction.operands]], True
+        elif name == "BRA" and target is not None:
+            branches, ends = [target], "," not in instruction.operands  # or with a condition: BRA.DIV UR4, 0x70
+        elif name == "CALL" and target is not None:
+            calls[i] = target
         elif name in ENDS:
-            goes_on = goes_on and bool(instruction.predicate)
+            ends = True
+        goes_on = i + 1 < len(code) and not (ends and not instruction.predicate)
         edges.append(branches + ([i + 1] if goes_on else []))
-    return edges
+    for i, target in list(calls.items()):
+        if not any(code[j].name == "RET" for j in _reached([target], edges, {})):  # a far jump
+            edges[i] = [calls.pop(i), *(edges[i] if code[i].predicate else [])]
+    return edges, calls
+
+
+def _reached(starts: Iterable[int], edges: list[list[int]], calls: dict[int, int]) -> set[int]:
+    """What may run after some instructions, with them, and what it calls."""
+    reached: set[int] = set()
+    waiting = list(starts)
+    while waiting:
+        i = waiting.pop()
+        if i not in reached:
+            reached.add(i)
+            waiting += edges[i] + ([calls[i]] if i in calls else [])
+    return reached
 
 
 def _cycles(nodes: set[int], edges: list[list[int]]) -> list[set[int]]:
@@ -128,31 +145,15 @@ def _cycles(nodes: set[int], edges: list[list[int]]) -> list[set[int]]:
 
 def loops(code: list[Instruction]) -> list[set[int]]:
     """Each loop as the indices of its instructions and of what it calls; the loops within it are listed too."""
-    edges = _successors(code)
+    edges, calls = _flow(code)
     found = []
     waiting = _cycles(set(range(len(code))), edges)
     while waiting:
         loop = waiting.pop(0)
-        found.append(loop | _called(code, loop, edges))
+        found.append(loop | _reached((calls[i] for i in loop if i in calls), edges, calls))
         entered = {j for i, following in enumerate(edges) if i not in loop for j in following if j in loop}
-        waiting += _cycles(loop - (entered or {0}), edges)  # code that begins with a loop enters it at its first
+        waiting += _cycles(loop - (entered or {min(loop)}), edges)
     return found
-
-
-def _called(code: list[Instruction], within: set[int], edges: list[list[int]]) -> set[int]:
-    """What the calls of some instructions run, and the calls of that."""
-    at = {instruction.address: i for i, instruction in enumerate(code)}
-    reached: set[int] = set()
-    waiting = [at[t] for i in within if code[i].name == "CALL" and (t := code[i].target) in at]
-    while waiting:
-        i = waiting.pop()
-        if i in reached:
-            continue
-        reached.add(i)
-        waiting += edges[i]
-        if code[i].name == "CALL" and (t := code[i].target) in at:
-            waiting.append(at[t])
-    return reached
 
 
 @dataclass(frozen=True)

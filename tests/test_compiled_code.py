@@ -79,6 +79,19 @@ def test_what_a_loop_calls_is_in_it() -> None:
     assert machine_code.count(listing(*outside)).float64 == 1
 
 
+def test_a_call_that_does_not_come_back_is_a_jump() -> None:
+    """So ptxas leaves a loop for sm_80; the float64 sum behind it is not in it."""
+    code = ("NOP", "@P0 CALL.REL.NOINC 0x30", "BRA 0x0", "DADD R2, R2, R4", "EXIT")
+    assert loops(*code) == [[0, 1, 2]]
+    assert machine_code.count(listing(*code)).float64_in_loops == 0
+    assert loops("NOP", "CALL.REL.NOINC 0x30", "BRA 0x0", "DADD R2, R2, R4", "EXIT") == []
+
+
+def test_a_loop_in_a_routine() -> None:
+    code = ("CALL.REL.NOINC 0x20", "EXIT", "FADD R1, R1, R1", "@P0 BRA 0x20", "RET.REL.NODEC R4 0x0")
+    assert loops(*code) == [[2, 3]]
+
+
 def test_threads_that_met_go_on_behind_their_barrier() -> None:
     back = ("BSSY B0, 0x40", "@P0 BRA 0x30", "BSYNC B0", "BRA 0x20", "EXIT")
     assert loops(*back) == []
