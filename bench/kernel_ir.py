@@ -74,6 +74,7 @@ class Stream:
     masked: bool
     places: int  # of the whole block
     size: int  # bytes of a place
+    branches: tuple[tuple[int, int], ...] = ()  # the conditions that it is under, and the side of each
 
     @property
     def bytes(self) -> int:
@@ -84,20 +85,19 @@ class Stream:
 def vectors(streams: Iterable[Stream], threads: int, *, stores: bool) -> dict[str, int]:
     """Accesses of 16 bytes that full blocks of each argument's loads, or stores, take of a thread, if any.
 
-    What has no mask is that of full blocks. An argument that is always masked, perhaps at multiples of 16 bytes, has to
-    be moved so once.
+    What has no mask is that of full blocks; of two sides of a condition the one that moves more counts, for the
+    compiler may put them together. An argument that is always masked, perhaps at multiples of 16 bytes, has to be moved
+    so once.
     """
-    full: dict[str, int] = {}
-    masked: dict[str, int] = {}
-    for stream in streams:
-        number = stream.bytes // (VECTOR * threads)
-        if stream.stores != stores or not number:
-            continue
-        if stream.masked:
-            masked[stream.argument] = min(number, masked.get(stream.argument, number))
-        else:
-            full[stream.argument] = full.get(stream.argument, 0) + number
-    return {**masked, **full}
+    wide = [s for s in streams if s.stores == stores and s.bytes >= VECTOR * threads]
+    needed: dict[str, int] = {}
+    for stream in wide:
+        along = [s for s in wide if s.argument == stream.argument and s.branches == stream.branches[: len(s.branches)]]
+        full = sum(s.bytes // (VECTOR * threads) for s in along if not s.masked)
+        needed[stream.argument] = max(full, needed.get(stream.argument, 0))
+    for name in (name for name, number in needed.items() if not number):
+        needed[name] = min(s.bytes // (VECTOR * threads) for s in wide if s.argument == name)
+    return needed
 
 
 def short_load(streams: Iterable[Stream], threads: int) -> str:
@@ -118,6 +118,7 @@ class _Region:
     operation: str
     line: int
     result: str
+    side: int = 0  # of a condition
     reduced: Range = Range.ANY  # what a reduction or a scan combines
     passed: tuple[str, ...] = ()  # what the condition of a scf.while hands to its body, and out of the loop
 
@@ -146,7 +147,9 @@ class Program:
     def _read(self, number: int, line: str) -> None:
         match = RESULT.match(line)
         if line.startswith("}"):
-            if not line.endswith("{"):  # else {, do {
+            if line.endswith("{"):  # else {, do {
+                self._regions[-1].side += 1
+            else:
                 self._close(line)
         elif line.endswith("{"):
             result, operation, rest = match.groups() if match else ("", *line.partition(" ")[::2])
@@ -250,7 +253,8 @@ class Program:
         sizes, element = _type(rest.rpartition(" : ")[2])
         masked = len(given) > 1 + stores
         if given[0].shape == Shape.CONTIGUOUS and given[0].argument and element in BYTES:
-            self.streams.append(Stream(given[0].argument, stores, masked, math.prod(sizes), BYTES[element]))
+            branches = tuple((r.line, r.side) for r in self._regions if r.operation == "scf.if")
+            self.streams.append(Stream(given[0].argument, stores, masked, math.prod(sizes), BYTES[element], branches))
 
 
 def _unknown(kind: str) -> Value:

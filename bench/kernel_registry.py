@@ -77,6 +77,18 @@ def representatives(every: Iterable[Entry]) -> list[Entry]:
     return list(chosen.values())
 
 
+def sample(every: Iterable[Entry], most: int) -> list[Entry]:
+    """Representatives of at most so many families of a kernel, from all over its list: what a minute compiles."""
+    by_kernel: dict[str, list[Entry]] = {}
+    for entry in representatives(every):
+        by_kernel.setdefault(f"{entry.module}.{entry.kernel}", []).append(entry)
+    chosen = []
+    for families in by_kernel.values():
+        number = min(most, len(families))
+        chosen += [families[i * len(families) // number] for i in range(number)]
+    return chosen
+
+
 def unlisted(module: ModuleType) -> set[str]:
     """Kernels that a module defines and lists in no configuration."""
     defined = {name for name in vars(module) if name.endswith("_kernel") and not name.startswith("_")}

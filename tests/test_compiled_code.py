@@ -227,6 +227,26 @@ def test_streams_are_of_consecutive_places() -> None:
     assert kernel_ir.vectors(always_masked * 2, 128, stores=False) == {"x": 2}
 
 
+def test_of_two_sides_the_one_that_moves_more_counts() -> None:
+    """The compiler puts what both sides load behind each other into one place."""
+    many = "tensor<2048x!tt.ptr<bf16>>"
+    lines = [
+        f"%a = tt.addptr %xs, %good : {many}, tensor<2048xi64>",
+        f"%b = tt.load %a : {many}",
+        "%m = arith.cmpi slt, %start, %n : i64",
+        "scf.if %m {",
+        f"  %c = tt.load %a : {many}",
+        f"  %d = tt.load %a : {many}",
+        "} else {",
+        f"  %c = tt.load %a : {many}",
+        "} loc(#loc2)",
+    ]
+    found = program(*lines).streams
+    assert len(found) == 4
+    assert len({stream.branches for stream in found}) == 3
+    assert kernel_ir.vectors(found, 128, stores=False) == {"x": 3 * 2}
+
+
 def test_a_largest_load_that_is_short() -> None:
     x, mask = Stream("x", False, False, 2048, 2), Stream("mask", False, True, 2048, 1)
     assert kernel_ir.short_load([x, mask], 256) == ""
@@ -391,6 +411,7 @@ def test_configurations_have_names(listed: tuple[kernel_registry.Entry, ...]) ->
     ]
     assert [entry.streaming for entry in listed] == [True] * 5 + [False]
     assert [entry.name for entry in kernel_registry.representatives(listed)] == [listed[i].name for i in (1, 3, 4, 5)]
+    assert [entry.name for entry in kernel_registry.sample(listed, 2)] == [listed[i].name for i in (1, 3, 5)]
     assert kernel_registry.unlisted(Listed) == {"forgotten_kernel"}
 
 
