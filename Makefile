@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all peers sanitize replay bench profile gpu lint format clean
+.PHONY: test test-all peers sanitize replay bench profile gpu compiled lint format clean
 
 # All checks that land a change: style, types, tests.
 test: lint
@@ -50,6 +50,10 @@ profile: .venv/installed
 gpu: .venv/installed
 	TRITON_INTERPRET=0 $(BIN)/pytest -q -m gpu
 	TRITON_INTERPRET=0 $(BIN)/python -m bench.gpu
+
+# Every Triton kernel compiled for GPUs that are not here, checked, and recorded in docs/triton_kernels.md and .json.
+compiled: .venv/installed
+	$(BIN)/python -m bench.compiled_code
 
 lint: .venv/installed
 	$(BIN)/ruff check .
