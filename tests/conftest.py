@@ -1,9 +1,34 @@
+import importlib.abc
+import os
+import sys
+
 import hypothesis
 import pytest
 import torch
 
 hypothesis.settings.register_profile("fastadv", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("fastadv")
+
+
+class _StrictKernels(importlib.abc.MetaPathFinder):
+    """Whatever imports the Triton kernels first makes their interpreter strict: no launch goes unchecked.
+
+    A test that launches kernels of its own calls `strict_interpreter.install()` itself.
+    """
+
+    def find_spec(self, name, path, target=None):
+        if name == "fastadv.triton_kernels":
+            import strict_interpreter  # imports triton, which most tests do without
+
+            strict_interpreter.install()
+        return None  # those that come next find the module
+
+
+# Where there is no GPU, Triton kernels run in Triton's interpreter. Triton looks at this when a kernel is defined, so
+# it is set before anything imports triton. Subprocesses of tests inherit it, but not the checks.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.meta_path.insert(0, _StrictKernels())
 
 
 @pytest.fixture(autouse=True)

@@ -109,13 +109,32 @@ def test_b40_a_broken_backend_that_was_asked_for_raises() -> None:
     assert "install fastadv with a C++17 compiler" in run.stderr
     listing = python(BREAK_THE_EXTENSION + "import fastadv as fa; print(fa.backends())")
     assert "'reference': 'available', 'cpu': 'its extension does not load (undefined symbol" in listing.stdout
+    assert "triton does not load (undefined symbol: _ZN2at4_ops); pip install 'fastadv[triton]'" in listing.stdout
+
+
+ASK_FOR_TRITON = """
+import torch, fastadv as fa
+print(fa.backends()["triton"])
+index = fa.segments(torch.tensor([0, 1, -1], dtype=torch.int32))
+print(fa.segment_tokens(fa.SegmentTable(torch.tensor([3.0, 4.0]), index), backend="triton").tolist())
+"""
+
+
+def test_triton_needs_a_gpu_or_its_interpreter() -> None:
+    """conftest.py sets TRITON_INTERPRET for the tests; a user has not set it."""
+    run = python(ASK_FOR_TRITON, TRITON_INTERPRET="", CUDA_VISIBLE_DEVICES="")
+    reason = "torch sees no CUDA device; run it where there is one. To try a kernel without, slowly, start Python with"
+    assert run.stdout.startswith(f"{reason} TRITON_INTERPRET=1")
+    assert f"BackendUnavailableError: segment_tokens: backend 'triton' cannot run: {reason}" in run.stderr
+    interpreted = python(ASK_FOR_TRITON, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert interpreted.stdout.splitlines() == ["available", "[3.0, 4.0, 0.0]"], interpreted.stderr
 
 
 def test_the_environment_chooses_the_backend() -> None:
     assert python(RUN_AN_OP, FASTADV_BACKEND="reference").stdout.startswith("[0.5, -0.5] reference 0")
     assert python(RUN_AN_OP, FASTADV_BACKEND="cpu").stdout.startswith("[0.5, -0.5] cpu 0")
     wrong = python(RUN_AN_OP, FASTADV_BACKEND="gpu")
-    assert "backend is 'gpu'; it must be 'auto' or one of 'reference', 'cpu'" in wrong.stderr
+    assert "backend is 'gpu'; it must be 'auto' or one of 'reference', 'cpu', 'triton'" in wrong.stderr
     checks = python("import fastadv", FASTADV_CHECKS="maybe")
     assert "FASTADV_CHECKS is 'maybe'; it must be one of auto, on, off" in checks.stderr
 
