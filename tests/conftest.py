@@ -24,10 +24,9 @@ class _StrictKernels(importlib.abc.MetaPathFinder):
         return None  # those that come next find the module
 
 
-# Where there is no GPU, Triton kernels run in Triton's interpreter. Triton looks at this when a kernel is defined, so
-# it is set before anything imports triton. Subprocesses of tests inherit it, but not the checks.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+# Triton kernels run in Triton's interpreter, but for `make gpu`, which says 0. Triton looks at this when a kernel is
+# defined, so it is set before anything imports triton. Subprocesses of tests inherit it, but not the checks.
+if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     sys.meta_path.insert(0, _StrictKernels())
 
 
