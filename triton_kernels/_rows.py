@@ -2,52 +2,94 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-SEARCH = tl.constexpr(1024)  # offsets that one step of the search looks at
+from fastadv.rows import Rows
+
+LAYOUT = {"cu_seqlens": "*i64", "rows": "i64", "width": "i64", "count": "i64"}  # types of what `layout` returns
+SEARCH = tl.constexpr(32)  # offsets that one step of the search looks at: a warp reads them at once, no barrier
+
+
+def layout(rows: Rows, like: Tensor) -> dict[str, Tensor | int]:
+    """A layout as arguments of a kernel. Padded tokens have no `cu_seqlens`, packed ones a width of 0."""
+    packed = rows.cu_seqlens is not None
+    cu_seqlens = rows.cu_seqlens if packed else like.new_empty(0, dtype=torch.int64)
+    width = 0 if packed else rows.shape[1]
+    return {"cu_seqlens": cu_seqlens, "rows": rows.count, "width": width, "count": rows.tokens}
 
 
 @triton.jit
 def last_row_from(cu_seqlens, rows, token):
-    """The last row r with cu_seqlens[r] <= token, which holds the token: two reads up to a million rows.
+    """The last row r with cu_seqlens[r] <= token, which holds the token: two reads up to a thousand rows, four up to a
+    million.
 
     `cu_seqlens` is [rows + 1] int64 and starts with 0; `token` is a scalar below cu_seqlens[rows].
     """
     first = tl.zeros((), tl.int64)
-    left = rows  # rows among which it is: first, ..., first + left - 1
+    left = rows.to(tl.int64)  # rows among which it is: first, ..., first + left - 1
     while left > 1:
         step = tl.cdiv(left, SEARCH)
         places = tl.arange(0, SEARCH).to(tl.int64) * step  # [SEARCH]
         inside = places < left
         starts = tl.load(cu_seqlens + first + places, mask=inside, other=0)  # [SEARCH]
-        below = tl.sum((inside & (starts <= token)).to(tl.int64)) - 1
+        below = tl.sum((inside & (starts <= token)).to(tl.int32)) - 1
         first += below * step
         left = tl.minimum(step, left - below * step)
     return first
 
 
 @triton.jit
+def row_of(cu_seqlens, rows, width, token, PACKED: tl.constexpr):
+    """The row of one token and where it ends: (row, end). A block that ends there lies in one row."""
+    if PACKED:
+        row = last_row_from(cu_seqlens, rows, token)
+        end = tl.load(cu_seqlens + row + 1)
+    else:
+        row = token // width
+        end = (row + 1) * width
+    return row, end
+
+
+@triton.jit
+def rows_from(first, end, cu_seqlens, rows, width, start, tokens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """The row of each of the tokens start, ..., start + BLOCK - 1, [BLOCK] int64, where `row_of` gave (first, end) for
+    the first of them; past the last token, any row.
+
+    Offsets within the block are int32: half the instructions of int64 ones.
+    """
+    place = tl.arange(0, BLOCK)  # [BLOCK]
+    if PACKED:
+        later = (last_row_from(cu_seqlens, rows, tl.minimum(start + BLOCK, tokens) - 1) - first).to(tl.int32)
+        step = tl.full((), 1, tl.int32)
+        while step <= later // 2:
+            step *= 2
+        low = tl.zeros([BLOCK], tl.int32)  # rows after the first that are known to begin at or before the token
+        while step > 0:
+            middle = low + step  # [BLOCK]
+            inside = middle <= later
+            begin = tl.load(cu_seqlens + first + middle, mask=inside, other=0)  # [BLOCK]
+            low = tl.where(inside & ((begin - start).to(tl.int32) <= place), middle, low)
+            step = step // 2
+    else:
+        low = (place >= tl.minimum(end - start, BLOCK).to(tl.int32)).to(tl.int32)
+        if width < BLOCK:
+            # Below 2 * BLOCK a quotient of floats is right: it misses by less than the half that was added.
+            before = (start - first * width).to(tl.int32)
+            low = ((before + place).to(tl.float32) + 0.5) / width.to(tl.float32)
+            low = low.to(tl.int32)
+        low = tl.minimum(low, tl.minimum(rows - 1 - first, BLOCK).to(tl.int32))
+    return first + low
+
+
+@triton.jit
 def rows_of_tokens(cu_seqlens, rows, width, start, tokens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """The row of each of the tokens start, ..., start + BLOCK - 1, [BLOCK] int64; past the last token, any row.
 
-    Packed tokens have `cu_seqlens` [rows + 1]; padded ones have rows of `width`. A block within one row, the usual case
-    of long rollouts, looks at no offset twice.
+    Packed tokens have `cu_seqlens` [rows + 1]; padded ones have rows of `width`. A kernel to which it matters that most
+    blocks of long rollouts lie in one row calls `row_of`, and `rows_from` for the others.
     """
-    token = start + tl.arange(0, BLOCK)  # [BLOCK] int64
-    if PACKED:
-        first = last_row_from(cu_seqlens, rows, start)
-        last = last_row_from(cu_seqlens, rows, tl.minimum(start + BLOCK, tokens) - 1)
-        low = tl.zeros([BLOCK], tl.int64) + first  # [BLOCK]
-        high = tl.zeros([BLOCK], tl.int64) + last  # [BLOCK]
-        left = last - first
-        while left > 0:
-            middle = (low + high + 1) // 2  # [BLOCK]
-            reached = tl.load(cu_seqlens + middle) <= token  # [BLOCK]
-            low = tl.where(reached, middle, low)
-            high = tl.where(reached, high, middle - 1)
-            left = left // 2
-        return low
-    else:
-        first = start // width
-        return tl.minimum(first + (start - first * width + tl.arange(0, BLOCK)) // width, rows - 1)
+    first, end = row_of(cu_seqlens, rows, width, start, PACKED)
+    return rows_from(first, end, cu_seqlens, rows, width, start, tokens, BLOCK, PACKED)

@@ -6,19 +6,22 @@ the table stays in the cache.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 import triton
 import triton.language as tl
-from fastadv.triton_kernels._launch import FRACTIONAL, Configuration, blocks, launch, mask_bytes, offsets_or_empty
-from fastadv.triton_kernels._rows import rows_of_tokens
+from fastadv.triton_kernels._forms import aligned_form
+from fastadv.triton_kernels._launch import FRACTIONAL, Configuration, blocks, launch, mask_bytes
+from fastadv.triton_kernels._rows import LAYOUT, layout, row_of, rows_from
 from torch import Tensor
 
 from fastadv.rows import Rows
 
 BLOCK = 2048
+WARPS = 8  # eight tokens a thread: two reads of 16 bytes
+BAD = tl.constexpr(FRACTIONAL)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "count"])
@@ -35,35 +38,41 @@ def segment_tokens_kernel(
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
-    BAD: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    row = rows_of_tokens(cu_seqlens, rows, width, start, count, BLOCK, PACKED)  # [BLOCK]
-    if start + BLOCK <= count:  # no mask on the main stream: the compiler then moves 16 bytes at a time
-        _block(values, offsets, turn_ids, mask, tokens, row, start, count, BLOCK, MASKED, BAD, True)
+    row, end = row_of(cu_seqlens, rows, width, start, PACKED)
+    if start + BLOCK <= tl.minimum(end, count):  # the block lies in one row
+        first = tl.load(offsets + row)
+        turns = tl.load(offsets + row + 1) - first
+        _block(values + first, turns, turn_ids, mask, tokens, start, count, BLOCK, MASKED, True)
     else:
-        _block(values, offsets, turn_ids, mask, tokens, row, start, count, BLOCK, MASKED, BAD, False)
+        of_token = rows_from(row, end, cu_seqlens, rows, width, start, count, BLOCK, PACKED)  # [BLOCK]
+        firsts = tl.load(offsets + of_token)  # [BLOCK]
+        lengths = tl.minimum(tl.load(offsets + of_token + 1) - firsts, 2**31 - 1).to(tl.int32)
+        if start + BLOCK <= count:  # no mask on the main stream: the compiler then moves 16 bytes at a time
+            _block(values + firsts, lengths, turn_ids, mask, tokens, start, count, BLOCK, MASKED, True)
+        else:
+            _block(values + firsts, lengths, turn_ids, mask, tokens, start, count, BLOCK, MASKED, False)
 
 
 @triton.jit
 def _block(
-    values, offsets, turn_ids, mask, tokens, row, start, count,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr, BAD: tl.constexpr, FULL: tl.constexpr,
+    table,  # of the one row, or of each token's
+    turns,  # likewise
+    turn_ids, mask, tokens, start, count,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     token = start + tl.arange(0, BLOCK)  # [BLOCK]
     inside = None if FULL else token < count
-    turn = tl.load(turn_ids + token, mask=inside, other=None if FULL else -1).to(tl.int64)  # [BLOCK]
+    turn = tl.load(turn_ids + token, mask=inside, other=None if FULL else -1)  # [BLOCK]
     on = turn >= 0
     fractional = turn < -1  # nowhere: what has a turn below -1 was refused
     if MASKED:
         m = tl.load(mask + token, mask=inside, other=None if FULL else 0)
         on = on & (m != 0)
         fractional = m == BAD
-    if not FULL:
-        on = on & inside
-    first = tl.load(offsets + row, mask=on, other=0)  # [BLOCK]
-    missing = on & (turn >= tl.load(offsets + row + 1, mask=on, other=0) - first)
-    value = tl.load(values + first + turn, mask=on & ~missing, other=0.0)  # [BLOCK]
+    missing = on & (turn >= turns)
+    value = tl.load(table + turn, mask=on & ~missing, other=0.0)  # [BLOCK]
     value = tl.where(missing | fractional, float("nan"), value)
     tl.store(tokens + token, value, mask=inside)
 
@@ -73,22 +82,16 @@ def segment_tokens(
 ) -> int:
     """See `fastadv.ops.segments.SEGMENT_TOKENS`."""
     rows = Rows.trusted(turn_ids, cu_seqlens)
-    launch(
-        segment_tokens_kernel,
-        (blocks(rows.tokens, BLOCK),),
-        {
-            "values": values,
-            "offsets": offsets,
-            "turn_ids": turn_ids.contiguous(),
-            "mask": mask_bytes(mask) if mask is not None else values.new_empty(0, dtype=torch.uint8),
-            "cu_seqlens": offsets_or_empty(cu_seqlens, values),
-            "tokens": tokens,
-            "rows": rows.count,
-            "width": 0 if cu_seqlens is not None else rows.shape[1],
-            "count": rows.tokens,
-        },
-        {"BLOCK": BLOCK, "PACKED": cu_seqlens is not None, "MASKED": mask is not None, "BAD": FRACTIONAL},
-    )
+    arguments = {
+        "values": values,
+        "offsets": offsets,
+        "turn_ids": turn_ids.contiguous(),
+        "mask": mask_bytes(mask) if mask is not None else values.new_empty(0, dtype=torch.uint8),
+        "tokens": tokens,
+        **layout(rows, values),
+    }
+    constants = {"BLOCK": BLOCK, "PACKED": cu_seqlens is not None, "MASKED": mask is not None}
+    launch(segment_tokens_kernel, (blocks(rows.tokens, BLOCK),), arguments, constants, num_warps=WARPS)
     return 0
 
 
@@ -96,15 +99,15 @@ STREAMING = (segment_tokens_kernel,)
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every form that a launch asks for."""
-    flags = (True, False)
-    for value, turn, packed, masked in itertools.product(("fp32", "fp64"), ("i32", "i64"), flags, flags):
-        pointers = {
-            "values": value, "offsets": "i64", "turn_ids": turn, "mask": "u8", "cu_seqlens": "i64", "tokens": value,
+    """Every form that a launch can ask for, with aligned pointers."""
+    for values, ids, packed, masked in product(("*fp32", "*fp64"), ("*i32", "*i64"), (True, False), (True, False)):
+        arguments = {
+            "values": values, "offsets": "*i64", "turn_ids": ids, "mask": "*u8", "tokens": values, **LAYOUT,
         }  # fmt: skip
-        yield Configuration(
-            segment_tokens_kernel,
-            (*((n, f"*{kind}") for n, kind in pointers.items()), ("rows", "i64"), ("width", "i64"), ("count", "i64")),
-            (("BLOCK", BLOCK), ("PACKED", packed), ("MASKED", masked), ("BAD", FRACTIONAL)),
-            tuple(pointers),
-        )
+        constants = {"BLOCK": BLOCK, "PACKED": packed, "MASKED": masked}
+        yield aligned_form(segment_tokens_kernel, arguments, constants, num_warps=WARPS)
+
+
+def bytes_moved(tokens: int, rows: int, segments: int, *, ids: int = 4, values: int = 4, masked: bool = False) -> int:
+    """What the op has to read and write, packed; `ids` and `values` are the bytes of a turn id and of a value."""
+    return tokens * (ids + values + masked) + segments * values + 16 * (rows + 1)
