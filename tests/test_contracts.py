@@ -37,7 +37,7 @@ PAIRS += [(case, backend) for case in INTERPRETED_CASES for backend in INTERPRET
 # The interpreter takes seconds a test: one case of each kernel runs always, and the rest with the slow tests.
 QUICK = (
     "turn_ids_from_mask", "segments", "segment_tokens", "token_counts", "sequence_log_ratios", "group_advantages[mean]",
-    "turn_advantages", "policy_loss[ppo]", "token_log_probs",
+    "turn_advantages", "policy_loss[ppo]",
 )  # fmt: skip
 
 

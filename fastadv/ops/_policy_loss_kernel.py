@@ -145,6 +145,17 @@ def _cpu(
 POLICY_LOSS = Kernel("policy_loss", cpu=_cpu, triton="policy_loss")
 
 
+def _scale_cpu(gradient: Tensor, factor: Tensor) -> int:
+    if float(factor) != 1.0:
+        gradient.mul_(factor)
+    return 0
+
+
+# Multiplies a contiguous gradient by a 0-d factor. To multiply by 1 would cost as much as the loss, and on a GPU the host
+# does not wait to know the factor: there the kernel looks.
+SCALE_GRADIENT = Kernel("scale_gradient", cpu=_scale_cpu, triton="policy_loss")
+
+
 def _gradient_dtype(dtype: torch.dtype, formula: list[float]) -> torch.dtype:
     """Float16 gradients stay float32 until the upstream gradient has multiplied them: without the loss scale that it
     carries, most would be 0. A gradient that a rollout shares is a sum, to be rounded once."""
@@ -262,9 +273,11 @@ class PolicyLoss(torch.autograd.Function):
             _, *gradients, _ = launch(ctx.backend, log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
         if ctx.per_token:
             grad_loss = _of_counted(grad_loss, Inputs(*inputs))
-        # To multiply by 1 would cost as much as the kernel; on a GPU the host does not wait to know.
-        if ctx.per_token or grad_loss.device.type != "cpu" or float(grad_loss) != 1.0:
-            gradients = [g.mul_(grad_loss) if wanted else g for g, wanted in zip(gradients, ctx.wanted, strict=True)]
+        for gradient, wanted in zip(gradients, ctx.wanted, strict=True):
+            if wanted and ctx.per_token:
+                gradient.mul_(grad_loss)
+            elif wanted:
+                SCALE_GRADIENT(ctx.backend, gradient, grad_loss)
         mine = [
             g.to(t.dtype) if wanted else None
             for g, t, wanted in zip(gradients, (log_probs, entropy), ctx.wanted, strict=True)

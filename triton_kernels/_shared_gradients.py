@@ -1,0 +1,152 @@
+"""Gradients that the tokens of a rollout share evenly, from what each block of tokens had of each of its rows.
+
+Two launches: the rows' shares, which read 8 bytes a block and row, and a pass over the tokens, which reads 1 byte of
+the mask a token, 4 of weights and 4 of a penalty's gradient where there are any, and writes 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, launch
+from fastadv.triton_kernels._policy_tokens import REFERENCE, TOKEN_WEIGHTS, load, row_of, rows_of, store
+from torch import Tensor
+
+VECTOR, WARPS = 4, 4
+BLOCK = VECTOR * WARPS * 32  # as the kernel of the loss has in float32
+CELLS = 1024  # blocks of a row that are added at a time
+
+
+@triton.jit(do_not_specialize=["width", "cells"])
+def row_shares_kernel(
+    pieces,  # [2, cells] float32: sum and tokens of row r in block b at r + b
+    cu_seqlens,  # [B + 1] int64
+    shares,  # [B] float32: the mean of a row's gradients
+    width: tl.int64,
+    cells: tl.int64,
+    BLOCK: tl.constexpr,
+    CELLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if width > 0:
+        start = row * width
+        end = start + width
+    else:
+        start = tl.load(cu_seqlens + row)
+        end = tl.load(cu_seqlens + row + 1)
+    total = tl.zeros([CELLS], tl.float64)
+    tokens = tl.zeros([CELLS], tl.float64)
+    behind = tl.where(start < end, tl.cdiv(end, BLOCK), 0)  # nothing was written of a row without tokens
+    for first in range(start // BLOCK, behind, CELLS):
+        block = first + tl.arange(0, CELLS)  # [CELLS]
+        mine = block < behind
+        total += tl.load(pieces + row + block, mask=mine, other=0.0).to(tl.float64)
+        tokens += tl.load(pieces + cells + row + block, mask=mine, other=0.0).to(tl.float64)
+    tl.store(shares + row, (tl.sum(total) / tl.maximum(tl.sum(tokens), 1.0)).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["rows", "width", "count", "given"])
+def share_gradients_kernel(
+    mask,  # [N] uint8
+    token_weights,  # [N] float32
+    shares,  # [B] float32
+    cu_seqlens,  # [B + 1] int64
+    gradient,  # [N] float32: with a penalty, its gradient, which is added to
+    rows: tl.int64,
+    width: tl.int64,
+    count: tl.int64,
+    given: tl.int64,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    place = start + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    row, end = row_of(cu_seqlens, rows, width, start)
+    if start + BLOCK <= tl.minimum(end, count):
+        _share(mask, token_weights, tl.load(shares + row), gradient, place, count, given, True)
+    else:
+        last, _ = row_of(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
+        share = tl.load(shares + rows_of(cu_seqlens, width, row, last, end, place))
+        if start + BLOCK <= count:
+            _share(mask, token_weights, share, gradient, place, count, given, True)
+        else:
+            _share(mask, token_weights, share, gradient, place, count, given, False)
+
+
+@triton.jit
+def _share(mask, token_weights, share, gradient, place, count, given, FULL: tl.constexpr):
+    inside = place < count
+    on = tl.load(mask + place, mask=None if FULL else inside, other=None if FULL else 0) != 0
+    on = on & (load(token_weights + place, (given & TOKEN_WEIGHTS) != 0, inside, 1.0, FULL) != 0.0)
+    before = load(gradient + place, (given & REFERENCE) != 0, inside, 0.0, FULL)
+    store(gradient + place, before + tl.where(on, share, 0.0), True, inside, FULL)
+
+
+def share_gradients(
+    pieces: Tensor,
+    mask: Tensor,
+    token_weights: Tensor,
+    cu_seqlens: Tensor,
+    gradient: Tensor,
+    rows: int,
+    width: int,
+    given: int,
+) -> None:
+    """Gives every token of a row the mean of the row's gradients, beside what a penalty put there."""
+    shares = gradient.new_empty(rows)
+    launch(
+        row_shares_kernel,
+        (rows,),
+        {"pieces": pieces, "cu_seqlens": cu_seqlens, "shares": shares, "width": width, "cells": pieces.shape[1]},
+        {"BLOCK": BLOCK, "CELLS": CELLS},
+    )
+    launch(
+        share_gradients_kernel,
+        (blocks(gradient.numel(), BLOCK),),
+        {
+            "mask": mask,
+            "token_weights": token_weights,
+            "shares": shares,
+            "cu_seqlens": cu_seqlens,
+            "gradient": gradient,
+            "rows": rows,
+            "width": width,
+            "count": gradient.numel(),
+            "given": given,
+        },
+        {"BLOCK": BLOCK, "VECTOR": VECTOR},
+        num_warps=WARPS,
+    )
+
+
+STREAMING = (share_gradients_kernel,)
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every form that a launch can ask for, with aligned pointers."""
+    forms = (
+        (
+            row_shares_kernel,
+            {"pieces": torch.float32, "cu_seqlens": torch.int64, "shares": torch.float32},
+            ("width", "cells"),
+            {"BLOCK": BLOCK, "CELLS": CELLS},
+        ),
+        (
+            share_gradients_kernel,
+            {
+                "mask": torch.uint8,
+                "token_weights": torch.float32,
+                "shares": torch.float32,
+                "cu_seqlens": torch.int64,
+                "gradient": torch.float32,
+            },
+            ("rows", "width", "count", "given"),
+            {"BLOCK": BLOCK, "VECTOR": VECTOR},
+        ),
+    )
+    for kernel, pointers, integers, constants in forms:
+        signature = {name: "*" + TYPES[dtype] for name, dtype in pointers.items()} | dict.fromkeys(integers, "i64")
+        yield Configuration(kernel, tuple(signature.items()), tuple(constants.items()), tuple(pointers), WARPS)
