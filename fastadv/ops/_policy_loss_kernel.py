@@ -151,8 +151,8 @@ def _scale_cpu(gradient: Tensor, factor: Tensor) -> int:
     return 0
 
 
-# Multiplies a contiguous gradient by a 0-d factor. To multiply by 1 would cost as much as the loss, and on a GPU the host
-# does not wait to know the factor: there the kernel looks.
+# Multiplies a contiguous gradient by a 0-d factor. To multiply by 1 would cost as much as the loss, and on a GPU the
+# host does not wait to know the factor: there the kernel looks.
 SCALE_GRADIENT = Kernel("scale_gradient", cpu=_scale_cpu, triton="policy_loss")
 
 
