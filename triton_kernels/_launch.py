@@ -116,8 +116,3 @@ def mask_bytes(mask: Tensor) -> Tensor:
     if mask.is_floating_point():
         on += mask.frac() != 0  # also of NaN and inf, whose fraction is NaN
     return on.contiguous()
-
-
-def offsets_or_empty(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
-    """cu_seqlens, or a tensor that stands for none where the tokens are padded."""
-    return like.new_empty(0, dtype=torch.int64) if cu_seqlens is None else cu_seqlens
