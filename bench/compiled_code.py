@@ -81,7 +81,8 @@ def check(facts: Facts | str, *, streaming: bool) -> list[str]:
 
     Args:
         facts: those of one configuration, or the compiler's message.
-        streaming: whether it has a main stream, which moves 16 bytes at a time and computes nothing in float64.
+        streaming: whether it has a main stream, which moves 16 bytes at a time and computes nothing in float64 in its
+            innermost loops.
     """
     if isinstance(facts, str):
         return [f"does not compile: {facts}"]
@@ -106,7 +107,7 @@ def check(facts: Facts | str, *, streaming: bool) -> list[str]:
         if facts.short_load:
             complaints.append(facts.short_load)
         if facts.float64_in_loops:
-            complaints.append(f"{facts.float64_in_loops} float64 instructions in loops")
+            complaints.append(f"{facts.float64_in_loops} float64 instructions in innermost loops")
     return complaints
 
 

@@ -37,7 +37,7 @@ floors of that.
 Kernels: {kernels}. Forms: {forms}. `tests/test_triton_compiled.py` sees to it that none spills registers or uses local
 memory, none adds floats atomically, every offset is computed in 64 bits, and none needs more than {shared} KiB of
 shared memory. Kernels that stream, over tokens or logits, move 16 bytes with each instruction in full blocks, and
-compute nothing in float64 in loops.
+compute nothing in float64 in their innermost loops.
 
 Each line is a family: a kernel with one choice of its constants, in all its dtypes. A range is over the dtypes.
 

@@ -49,13 +49,14 @@ def entries(module: str) -> tuple[Entry, ...]:
     for configuration in dict.fromkeys(source.configurations()):
         by_kernel.setdefault(configuration.name, []).append(configuration)
     streaming = {kernel.__name__ for kernel in source.STREAMING}
+    unaligned = getattr(source, "unaligned", lambda configuration: False)  # forms for rows that 16 bytes do not divide
     short = module.rpartition(".")[2]
     return tuple(
         Entry(
             module,
             f"{short}.{kernel}" + _bracketed(dtypes | rest),
             f"{short}.{kernel}" + _bracketed(rest),
-            kernel in streaming,
+            kernel in streaming and not unaligned(configuration),
             configuration,
         )
         for kernel, configurations in by_kernel.items()

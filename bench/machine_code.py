@@ -169,7 +169,7 @@ class Counts:
     local_loads: int
     local_stores: int
     float64: int
-    float64_in_loops: int
+    float64_in_loops: int  # that hold no other loop: a loop around a stream may end each piece in float64
     float_atomics: int
 
 
@@ -178,6 +178,7 @@ def count(text: str) -> Counts:
     code = instructions(text)
     each = loops(code)
     looping = {i for loop in each for i in loop}
+    innermost = {i for loop in each if not any(inner < loop for inner in each) for i in loop}
     loads = [i for i in code if i.name in ("LDG", "LDGSTS")]
     stores = [i for i in code if i.name == "STG"]
     return Counts(
@@ -190,7 +191,7 @@ def count(text: str) -> Counts:
         local_loads=sum(i.name == "LDL" for i in code),
         local_stores=sum(i.name == "STL" for i in code),
         float64=sum(bool(FLOAT64.match(i.opcode)) for i in code),
-        float64_in_loops=sum(bool(FLOAT64.match(code[i].opcode)) for i in looping),
+        float64_in_loops=sum(bool(FLOAT64.match(code[i].opcode)) for i in innermost),
         float_atomics=sum(bool(FLOAT_ATOMIC.match(i.opcode)) for i in code),
     )
 

@@ -79,6 +79,14 @@ def test_what_a_loop_calls_is_in_it() -> None:
     assert machine_code.count(listing(*outside)).float64 == 1
 
 
+def test_float64_around_a_stream_is_not_in_it() -> None:
+    nested = ["NOP", "FADD R1, R1, R1", "FMUL R1, R1, R1", "@P0 BRA 0x20", "@P1 BRA 0x10", "EXIT"]
+    for place, inside in ((1, 0), (2, 1)):
+        code = [*nested]
+        code[place] = "DADD R2, R2, R4"
+        assert machine_code.count(listing(*code)).float64_in_loops == inside
+
+
 def test_a_call_that_does_not_come_back_is_a_jump() -> None:
     """So ptxas leaves a loop for sm_80; the float64 sum behind it is not in it."""
     code = ("NOP", "@P0 CALL.REL.NOINC 0x30", "BRA 0x0", "DADD R2, R2, R4", "EXIT")
@@ -308,7 +316,7 @@ SOUND = Facts(
         ({"shared": 227 * 1024 + 1}, "232449 bytes of shared memory, at most 232448"),
         ({"shared": 163 * 1024 + 1, "target": 80}, "166913 bytes of shared memory, at most 166912"),
         ({"float64": 9}, None),  # outside of loops
-        ({"float64_in_loops": 2}, "2 float64 instructions in loops"),
+        ({"float64_in_loops": 2}, "2 float64 instructions in innermost loops"),
         ({"narrow_pointers": 1}, "1 global accesses by addresses of fewer than 64 bits"),
         ({"loads": {"128": 1, "64": 2}}, "1 loads of 128 bits, where full blocks take 2 of a thread: x 2"),
         ({"loads": {"256": 2}}, None),

@@ -79,7 +79,7 @@ def test_other_gpus(target: int) -> None:
 
 FAULTS = {
     "spilling": [r"spills: \d+ loads and \d+ stores of local memory, \d+ bytes a thread, with \d+ registers"],
-    "float64_loop": [r"\d+ float64 instructions in loops"],
+    "float64_loop": [r"\d+ float64 instructions in innermost loops"],
     "narrow": [
         "0 loads of 128 bits, where full blocks take 4 of a thread: x 4",
         "0 stores of 128 bits, where full blocks take 4 of a thread: y 4",
