@@ -49,14 +49,14 @@ def entries(module: str) -> tuple[Entry, ...]:
     for configuration in dict.fromkeys(source.configurations()):
         by_kernel.setdefault(configuration.name, []).append(configuration)
     streaming = {kernel.__name__ for kernel in source.STREAMING}
-    unaligned = getattr(source, "unaligned", lambda configuration: False)  # forms for rows that 16 bytes do not divide
+    narrow = getattr(source, "narrow", lambda configuration: False)  # forms that move less at a time, and say why
     short = module.rpartition(".")[2]
     return tuple(
         Entry(
             module,
             f"{short}.{kernel}" + _bracketed(dtypes | rest),
             f"{short}.{kernel}" + _bracketed(rest),
-            kernel in streaming and not unaligned(configuration),
+            kernel in streaming and not narrow(configuration),
             configuration,
         )
         for kernel, configurations in by_kernel.items()

@@ -1,7 +1,8 @@
 """One block of the policy loss's tokens: their loss, gradient and sums, and the rows that they are in.
 
-Tokens are laid out as tiles [BLOCK / VECTOR, VECTOR], so that a thread holds VECTOR tokens in a row: as many as fill 16
-bytes. Masks of a byte and values of four or two then come in one layout, and nothing is moved between threads.
+Tokens are laid out as tiles [BLOCK / VECTOR, VECTOR], so that a thread holds VECTOR tokens in a row: 16 bytes of
+float32. Masks of a byte and values of two then come in the same layout, and nothing is moved between threads. (Sixteen
+bytes of bfloat16 would be eight tokens a thread, with twice the registers and half as many threads at work.)
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import triton.language as tl
 from fastadv.triton_kernels._launch import FRACTIONAL
 from fastadv.triton_kernels._policy_terms import GSPO, REINFORCE, importance_weight, kl_term, ratio_of, token_term
 from fastadv.triton_kernels._rows import last_row_from
+
+VECTOR, WARPS = 4, 4
+BLOCK = VECTOR * 32 * WARPS  # a vector a thread
 
 TOKEN, ROW, SEGMENT = (tl.constexpr(i) for i in range(3))  # AdvantageKind in csrc/cpu/kernels.h
 BAD = tl.constexpr(FRACTIONAL)
@@ -241,11 +245,7 @@ def _tokens(
         missed,
     )
     store(t.gradient + place, gradient, (given & GRADIENT) != 0, inside, FULL)
-    losses_wanted = (given & TOKEN_LOSSES) != 0
-    if place.shape[1] == 4:
-        store(t.token_losses + place, loss, losses_wanted, inside, FULL)
-    elif losses_wanted:  # eight float32 in a row change threads first: nothing that is done in vain
-        store(t.token_losses + place, loss, True, inside, FULL)
+    store(t.token_losses + place, loss, (given & TOKEN_LOSSES) != 0, inside, FULL)
     return sums, shared * scale, on
 
 

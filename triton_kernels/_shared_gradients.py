@@ -12,11 +12,19 @@ import torch
 import triton
 import triton.language as tl
 from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, launch
-from fastadv.triton_kernels._policy_tokens import REFERENCE, TOKEN_WEIGHTS, load, row_of, rows_of, store
+from fastadv.triton_kernels._policy_tokens import (
+    BLOCK,
+    REFERENCE,
+    TOKEN_WEIGHTS,
+    VECTOR,
+    WARPS,
+    load,
+    row_of,
+    rows_of,
+    store,
+)
 from torch import Tensor
 
-VECTOR, WARPS = 4, 4
-BLOCK = VECTOR * WARPS * 32  # as the kernel of the loss has in float32
 CELLS = 1024  # blocks of a row that are added at a time
 
 

@@ -20,6 +20,7 @@ from fastadv.triton_kernels import _shared_gradients
 from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, launch, mask_bytes
 from fastadv.triton_kernels._policy_terms import GSPO, CorrectionParameters, KlParameters, LossParameters
 from fastadv.triton_kernels._policy_tokens import (
+    BLOCK,
     ENTROPY,
     ENTROPY_GRADIENT,
     EXCLUDED,
@@ -40,6 +41,8 @@ from fastadv.triton_kernels._policy_tokens import (
     TOKEN,
     TOKEN_LOSSES,
     TOKEN_WEIGHTS,
+    VECTOR,
+    WARPS,
     PerRow,
     Rule,
     Streams,
@@ -56,9 +59,7 @@ from fastadv.rows import Rows
 if TYPE_CHECKING:
     from fastadv.ops._policy_loss_kernel import Formula, Inputs
 
-WARPS = 4
-VECTORS = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # tokens of 16 bytes; a block has a vector a thread
-GRADIENTS = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}  # of inputs
+GRADIENTS = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}  # by inputs
 PROGRAMS = 1024  # as many run at once on an H100: from there on, each takes more blocks,
 STEPS = 8  # up to this many
 ROW_BLOCK = 1024  # rows, or programs' sums, that a program takes at a time
@@ -121,7 +122,7 @@ def policy_loss_kernel(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
     t = Streams(
         log_probs, old_log_probs, mask, advantages, turn_ids, token_weights, is_weights, rollout_log_probs,
         ref_log_probs, entropy, gradient, entropy_gradient, token_losses,
@@ -142,7 +143,7 @@ def policy_loss_kernel(
     row = tl.zeros((), tl.int64)
     end = row
     for step in range(steps.to(tl.int32)):
-        block = (program * steps.to(tl.int32) + step).to(tl.int64)
+        block = program * steps + step
         start = block * BLOCK
         place = start + offsets
         if start < count:
@@ -288,8 +289,7 @@ def policy_loss(
     extended = bool(formula.shared_gradient) or any(t is not None for t in optional.values())
     per_row = (inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights)
     dtype = _dtype(log_probs, inputs, by_token, extended, gradient)
-    block = WARPS * 32 * VECTORS[dtype]
-    count = blocks(rows.tokens, block)
+    count = blocks(rows.tokens, BLOCK)
     steps = min(STEPS, max(1, count // PROGRAMS))
     programs = blocks(count, steps)
     like = log_probs.to(dtype).contiguous()  # stands for what is not there, with `partials` and empty tensors
@@ -357,8 +357,8 @@ def policy_loss(
             "KIND": formula.advantage_kind,
             "EXTENDED": extended,
             "BY_ROW": not by_token or shared or any(t is not None for t in per_row),
-            "BLOCK": block,
-            "VECTOR": VECTORS[dtype],
+            "BLOCK": BLOCK,
+            "VECTOR": VECTOR,
         },
         num_warps=WARPS,
     )
@@ -436,6 +436,11 @@ def scale_gradient(gradient: Tensor, factor: Tensor) -> int:
 STREAMING = (policy_loss_kernel, scale_gradient_kernel, *_shared_gradients.STREAMING)
 
 
+def narrow(configuration: Configuration) -> bool:
+    """Forms of 16-bit log-probs: a thread's four tokens are 8 bytes. Eight tokens a thread spill registers."""
+    return configuration.kernel is policy_loss_kernel and dict(configuration.signature)["log_probs"] != "*fp32"
+
+
 def bytes_moved(tokens: int, *, reads: int = 3, size: int = 4, written: int = 4) -> int:
     """Bytes that a loss has to move: the mask, `reads` per-token inputs of `size` bytes (log-probs, old log-probs,
     advantages or turn ids, and each optional one), and `written` bytes a token of gradients and token losses."""
@@ -447,7 +452,7 @@ def configurations() -> Iterator[Configuration]:
     for loss in range(GSPO.value + 1):
         for kind, by_row in ((TOKEN, False), (TOKEN, True), (ROW, True), (SEGMENT, True)):
             if loss != GSPO.value or by_row:
-                for dtype in VECTORS:
+                for dtype in GRADIENTS:
                     yield _loss_configuration(loss, kind.value, by_row, False, dtype)
                 yield _loss_configuration(loss, kind.value, by_row, True, torch.float32)
     small = {
@@ -459,7 +464,7 @@ def configurations() -> Iterator[Configuration]:
     }  # fmt: skip
     for kernel, signature in small.items():
         yield _configuration(kernel, signature, {"BLOCK": ROW_BLOCK}, WARPS)
-    for dtype in VECTORS:
+    for dtype in GRADIENTS:
         signature = {"gradient": "*" + TYPES[dtype], "factor": "*fp32", "count": "i64"}
         yield _configuration(scale_gradient_kernel, signature, {"BLOCK": SCALED_BLOCK}, SCALED_WARPS)
     yield from _shared_gradients.configurations()
@@ -478,10 +483,8 @@ def _loss_configuration(loss: int, kind: int, by_row: bool, extended: bool, dtyp
         "mask": "*u8", "turn_ids": "*i32", "segment_offsets": "*i64", "cu_seqlens": "*i64", "scale": "*fp64",
     }  # fmt: skip
     signature |= dict.fromkeys(INTEGERS, "i64") | dict.fromkeys(("dual_clip", "ratio_cap", *FLOATS), "fp32")
-    vector = VECTORS[dtype]
     constants = {
-        "LOSS": loss, "KIND": kind, "EXTENDED": extended, "BY_ROW": by_row, "BLOCK": WARPS * 32 * vector,
-        "VECTOR": vector,
+        "LOSS": loss, "KIND": kind, "EXTENDED": extended, "BY_ROW": by_row, "BLOCK": BLOCK, "VECTOR": VECTOR,
     }  # fmt: skip
     return _configuration(policy_loss_kernel, signature, constants, WARPS)
 

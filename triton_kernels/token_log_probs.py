@@ -465,6 +465,12 @@ def finish_statistics(statistics: Tensor, results: Tensor) -> int:
 STREAMING = (row_sums_kernel, logits_gradient_kernel)
 
 
+def narrow(configuration: Configuration) -> bool:
+    """Forms for rows that do not all begin at a multiple of 16 bytes: narrower accesses read them."""
+    constants = dict(configuration.constants)
+    return constants.get("NEIGHBOURS") == 1 or constants.get("ALIGNED") is False
+
+
 def configurations() -> Iterator[Configuration]:
     """Every form that a launch asks for."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
