@@ -414,7 +414,7 @@ def test_optional_inputs_are_read_once(traffic: Traffic) -> None:
     inputs = case.make(Shape(lengths=(2000,)).draw())
     case.call("triton", **{**inputs, "log_probs": inputs["log_probs"].clone().requires_grad_()})
     least = kernels.bytes_moved(2000, reads=6)  # log-probs, old, advantages, weights, reference, entropy
-    assert least <= traffic.read + traffic.written < 1.1 * least
+    assert least <= traffic.read + traffic.written < 1.15 * least
 
 
 @pytest.fixture

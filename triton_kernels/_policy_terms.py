@@ -97,7 +97,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def exp_bounded(x):
-    """e^x for |x| up to 80, to a unit in the last place (tl.exp misses by sixteen at 20): 2^n times 2^(rest), n an
+    """e^x for |x| up to 80, to a unit in the last place (tl.exp would miss by eight at 20): 2^n times 2^rest, n an
     integer and the rest at most half."""
     shifted = tl.fma(x, LOG2_E, TO_INTEGER)  # its last bits are n
     rest = tl.fma(x, LOG2_E_REST, tl.fma(x, LOG2_E, -(shifted - TO_INTEGER)))
@@ -143,7 +143,7 @@ def row_ratio(log_prob, old_log_prob, row_log_ratio, p):
 def no_ratio(log_prob, old_log_prob, p):
     """The old log-prob enters the reported log-ratio only."""
     log_ratio = clamp(log_prob - old_log_prob, -p.log_ratio_bound, p.log_ratio_bound)
-    return Ratio(log_ratio, log_ratio, log_prob < log_prob)
+    return Ratio(log_ratio, log_ratio, log_prob < log_prob)  # nobody looks at the second
 
 
 @triton.jit

@@ -5,6 +5,9 @@ advantages are per rollout) and 1 of mask, and write 4 of gradient: 17 bytes in 
 optional inputs adds 4. Two launches: the tokens, and the sums of the programs' sums. Weights of rollouts, or their
 numbers of tokens, take a small one before. A gradient that rollouts share takes two more after: a small one for the
 shares, and one that reads the mask again and writes the gradient.
+
+Compiled for sm_90, ppo takes 65 instructions a token (of a warp, 32 tokens), in float32: of four million tokens 9 us
+at one instruction a clock in each of an H100's schedulers, while the bytes take 21 us.
 """
 
 from __future__ import annotations
