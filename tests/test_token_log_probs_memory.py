@@ -158,7 +158,7 @@ def test_the_measurement_counts_memory_that_the_allocator_had_kept() -> None:
     above = torch.ones(2**10)  # the heap cannot shrink while this lives
     del blocks
     assert peak_memory_rise(lambda: torch.ones(2**22)) > 3 * 2**22
-    assert peak_memory_rise(lambda: above.sum()) < 2**20
+    assert peak_memory_rise(above.sum, times=3) < 2**20
 
 
 @ON_NATIVE
@@ -169,7 +169,7 @@ def test_peak_memory(dtype: torch.dtype, backend: str) -> None:
     logits, labels = torch.zeros(128, 151_936, dtype=dtype), torch.arange(128)
     options = {"return_entropy": True, "return_sum_p2": True, "backend": backend}
     fa.token_log_probs(logits, labels, **options)
-    assert peak_memory_rise(lambda: fa.token_log_probs(logits, labels, **options)) < threads * 2**20
+    assert peak_memory_rise(lambda: fa.token_log_probs(logits, labels, **options), times=3) < threads * 2**20
     leaf = logits.requires_grad_()
     kept: list[Any] = []
 
@@ -178,14 +178,14 @@ def test_peak_memory(dtype: torch.dtype, backend: str) -> None:
         kept.append(torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), leaf))
 
     # One gradient in the dtype of the logits; large pages round it up.
-    assert peak_memory_rise(step) < logits.nbytes + threads * 2**20 + 4 * 2**20
+    assert peak_memory_rise(step, times=3) < logits.nbytes + threads * 2**20 + 4 * 2**20
     kept.clear()
 
     def step_in_place() -> None:
         out = fa.token_log_probs(leaf, labels, inplace_backward=True, **options)
         kept.append(torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), leaf))
 
-    assert peak_memory_rise(step_in_place) < threads * 2**20
+    assert peak_memory_rise(step_in_place, times=3) < threads * 2**20
 
 
 # ---- in place --------------------------------------------------------------------------------------------------------
