@@ -78,8 +78,8 @@ QUOTED = {
 QUOTED_FLOORS = {
     r"The kernel takes ([\d.]+) times": ("policy_loss", "raw op / floor of 17 bytes a token"),
     r"the autograd path ([\d.]+) times": ("policy_loss", "policy_loss().backward() / floor"),
-    r"\(reinforce\) to ([\d.]+) times": ("losses", "gspo/trl / ppo"),
-    r"of 1.6, sapo with ([\d.]+)\.": ("losses", "sapo / ppo"),
+    r"\(reinforce\) to ([\d.]+) times\s": ("losses", "gspo/trl / ppo"),
+    r"\(gspo/trl\) what ppo takes, sapo ([\d.]+)\.": ("losses", "sapo / ppo"),
     r"turn-reached advantages\s+([\d.]+) times": (
         "advantages", "turn-reached advantages into a buffer / floor of 8 bytes a token",
     ),
