@@ -76,11 +76,11 @@ def policy_loss(device: str, backend: str, rows: int, tokens: int) -> Work:
         (gradient,) = torch.autograd.grad(exact, leaf)
         return relative_error(step(ours)(), gradient)
 
+    compiled = _compiled(peers.formula)
     others: dict[str, Run] = {
         "eager": step(lambda *given: peers.formula(*given)[0]),
         "torch.compile": step(lambda *given: compiled(*given)[0]),
     }
-    compiled = _compiled(peers.formula)
     return Work(step(ours), others, 17 * tokens, error)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from draws import BACKENDS, GARBAGE, INTERPRETED, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64, where_masked
 from loss_cases import LOSS_CASES, LOSSES_WITHOUT_KERNEL, PPO, settled
@@ -26,6 +27,7 @@ __all__ = [
     "Outputs",
     "Shape",
     "float64",
+    "parametrize",
     "where_masked",
 ]
 
@@ -282,6 +284,27 @@ CASES = (
 INTERPRETED_CASES = tuple(
     case for case in CASES if not case.name.startswith("linear")
 )  # no Triton kernels for those yet
+# The interpreter takes seconds a test: one case of each kernel runs always, and the rest with the slow tests.
+QUICK = (
+    "turn_ids_from_mask", "segments", "segment_tokens", "token_counts", "sequence_log_ratios", "group_advantages[mean]",
+    "turn_advantages", "policy_loss[ppo]",
+)  # fmt: skip
+
+
+def parametrize(pairs: Iterable[tuple[Case, str]], *, interpreted: bool = False) -> pytest.MarkDecorator:
+    """A test over cases and backends. What is interpreted is slow, unless it is said to be quick enough."""
+    params = [
+        pytest.param(
+            case,
+            backend,
+            id=f"{case.name}-{backend}",
+            marks=[pytest.mark.slow] if backend in INTERPRETED and not (interpreted and case.name in QUICK) else [],
+        )
+        for case, backend in pairs
+    ]
+    return pytest.mark.parametrize(("case", "backend"), params)
+
+
 # What has no kernel, or is made of PyTorch: the contracts hold on the reference.
 REFERENCE_CASES = (
     *LOSSES_WITHOUT_KERNEL,

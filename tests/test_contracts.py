@@ -22,6 +22,7 @@ from op_cases import (
     Outputs,
     Shape,
     float64,
+    parametrize,
     where_masked,
 )
 from torch import Tensor
@@ -34,26 +35,9 @@ PAIRS = [(case, backend) for case in CASES for backend in BACKENDS] + [(case, "r
 PAIRS += [(case, backend) for case in INTERPRETED_CASES for backend in INTERPRETED]
 
 
-# The interpreter takes seconds a test: one case of each kernel runs always, and the rest with the slow tests.
-QUICK = (
-    "turn_ids_from_mask", "segments", "segment_tokens", "token_counts", "sequence_log_ratios", "group_advantages[mean]",
-    "turn_advantages", "policy_loss[ppo]",
-)  # fmt: skip
-
-
 def pairs(chosen: Callable[[Case], Any] = lambda case: True, *, interpreted: bool = False) -> pytest.MarkDecorator:
-    """Parametrises over cases and backends. What is interpreted is slow, unless it is said to be quick enough."""
-    params = [
-        pytest.param(
-            case,
-            backend,
-            id=f"{case.name}-{backend}",
-            marks=[pytest.mark.slow] if backend in INTERPRETED and not (interpreted and case.name in QUICK) else [],
-        )
-        for case, backend in PAIRS
-        if chosen(case)
-    ]
-    return pytest.mark.parametrize(("case", "backend"), params)
+    """Parametrises over the cases that are chosen, on every backend."""
+    return parametrize([(case, backend) for case, backend in PAIRS if chosen(case)], interpreted=interpreted)
 
 
 EVERY = pairs()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import BACKENDS, CASES, NATIVE, Case, Shape
+from op_cases import BACKENDS, CASES, INTERPRETED, INTERPRETED_CASES, NATIVE, Case, Shape, parametrize
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -19,6 +19,13 @@ from fastadv import native
 IN_GRAPH = [case for case in CASES if case.name != "segments"]
 EVERY = pytest.mark.parametrize("case", IN_GRAPH, ids=lambda case: case.name)
 ON = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def in_graph(*backends: str) -> pytest.MarkDecorator:
+    """Parametrises over the cases that a graph may hold, on these backends and in Triton's interpreter."""
+    pairs = [(case, backend) for case in IN_GRAPH for backend in backends]
+    pairs += [(case, backend) for case in INTERPRETED_CASES if case in IN_GRAPH for backend in INTERPRETED]
+    return parametrize(pairs, interpreted=True)
 
 
 def with_index_objects(case: Case) -> dict[str, Any]:
@@ -60,8 +67,7 @@ def test_a_wait_would_be_noticed() -> None:
         bool((mode.from_tensor(torch.ones(3)) > 0).any())
 
 
-@EVERY
-@ON
+@in_graph(*BACKENDS)
 def test_compiles_without_a_graph_break(case: Case, backend: str) -> None:
     torch._dynamo.reset()
     inputs = with_index_objects(case)
@@ -76,8 +82,7 @@ def test_compiles_without_a_graph_break(case: Case, backend: str) -> None:
         torch.testing.assert_close(leaf.grad, 2 * plain["gradient"], rtol=1e-6, atol=1e-7)
 
 
-@EVERY
-@pytest.mark.parametrize("backend", NATIVE)
+@in_graph(*NATIVE)
 def test_opcheck(case: Case, backend: str, monkeypatch: Any) -> None:
     """torch's own checks of every registered op that the case launches, on the arguments of the case."""
     seen = []

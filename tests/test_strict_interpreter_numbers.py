@@ -13,7 +13,7 @@ from torch import Tensor
 import fastadv as fa
 
 if not fa.dispatch.interpreting():
-    pytest.skip("a GPU is here: kernels are compiled", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET=0, as `make gpu` says: kernels are compiled", allow_module_level=True)
 
 import strict_interpreter
 from strict_interpreter import CheckError

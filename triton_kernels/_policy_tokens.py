@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from fastadv.triton_kernels._launch import FRACTIONAL
 from fastadv.triton_kernels._policy_terms import GSPO, REINFORCE, importance_weight, kl_term, ratio_of, token_term
-from fastadv.triton_kernels._rows import last_row_from
+from fastadv.triton_kernels._rows import row_of
 
 VECTOR, WARPS = 4, 4
 BLOCK = VECTOR * 32 * WARPS  # a vector a thread
@@ -291,14 +291,12 @@ def add_block(
 
 
 @triton.jit
-def row_of(cu_seqlens, rows, width, token):
-    """The row of one token, and where it ends. Padded rows have a width, packed ones 0."""
+def row_and_end(cu_seqlens, rows, width, token):
+    """`row_of` where the layout is told at run time: padded rows have a width, packed ones 0."""
     if width > 0:
-        row = token // width
-        end = (row + 1) * width
+        row, end = row_of(cu_seqlens, rows, width, token, False)
     else:
-        row = last_row_from(cu_seqlens, rows, token)
-        end = tl.load(cu_seqlens + row + 1)
+        row, end = row_of(cu_seqlens, rows, width, token, True)
     return row, end
 
 

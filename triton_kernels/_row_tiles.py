@@ -15,12 +15,13 @@ from the multiple before its row to the one after, and selects; what is left at 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from fastadv.triton_kernels._forms import aligned_form
 from fastadv.triton_kernels._launch import Configuration, blocks, launch
+from fastadv.triton_kernels._rows import layout
 from torch import Tensor
 
 from fastadv.rows import Rows
@@ -117,6 +118,19 @@ def merge_counts_kernel(
     bad = tl.min(smallest, axis=1)  # [BLOCK]
     total = tl.max(merged, axis=1) if LARGEST else tl.sum(merged, axis=1)
     tl.store(out + row, tl.where(bad < 0, bad, total), mask=row < rows)
+
+
+def launch_counts(
+    kernel: Any, stream: dict[str, Tensor], rows: Rows, counts: Tensor, *, elements: int, largest: bool
+) -> None:
+    """Starts a kernel that writes a count [B, parts] of each row's part of `stream`, and puts the parts together."""
+    cut = tiles(rows, elements)
+    partial = counts if cut.parts == 1 else counts.new_empty((rows.count, cut.parts))
+    packed = int(rows.cu_seqlens is not None)
+    arguments = {**stream, "counts": partial, **layout(rows, counts), "packed": packed}
+    launch(kernel, cut.grid, arguments, {"ROWS": cut.rows, "WIDTH": cut.width})
+    if cut.parts > 1:
+        merge_counts(partial, counts, largest=largest)
 
 
 def merge_counts(counts: Tensor, out: Tensor, *, largest: bool) -> None:

@@ -19,7 +19,7 @@ from fastadv.triton_kernels._policy_tokens import (
     VECTOR,
     WARPS,
     load,
-    row_of,
+    row_and_end,
     rows_of,
     store,
 )
@@ -72,11 +72,11 @@ def share_gradients_kernel(
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    row, end = row_of(cu_seqlens, rows, width, start)
+    row, end = row_and_end(cu_seqlens, rows, width, start)
     if start + BLOCK <= tl.minimum(end, count):
         _share(mask, token_weights, tl.load(shares + row), gradient, place, count, given, True)
     else:
-        last, _ = row_of(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
+        last, _ = row_and_end(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
         share = tl.load(shares + rows_of(cu_seqlens, width, row, last, end, place))
         if start + BLOCK <= count:
             _share(mask, token_weights, share, gradient, place, count, given, True)

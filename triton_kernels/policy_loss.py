@@ -51,7 +51,7 @@ from fastadv.triton_kernels._policy_tokens import (
     Streams,
     Sums,
     add_block,
-    row_of,
+    row_and_end,
     rows_of,
     when,
 )
@@ -152,14 +152,14 @@ def policy_loss_kernel(
         if start < count:
             if BY_ROW:
                 if start >= end:
-                    row, end = row_of(cu_seqlens, rows, width, start)
+                    row, end = row_and_end(cu_seqlens, rows, width, start)
                 if start + BLOCK <= tl.minimum(end, count):  # within one row, as most blocks of long rollouts are
                     sums = add_block(
                         sums, t, r, rule, row, row, row, block, place, rows, count, BLOCK,
                         LOSS, KIND, EXTENDED, BY_ROW, True,
                     )  # fmt: skip
                 else:
-                    last, _ = row_of(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
+                    last, _ = row_and_end(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
                     of_token = rows_of(cu_seqlens, width, row, last, end, place)
                     if start + BLOCK <= count:
                         sums = add_block(

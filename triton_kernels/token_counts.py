@@ -10,19 +10,18 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 from fastadv.triton_kernels._forms import aligned_form
-from fastadv.triton_kernels._launch import FRACTIONAL, Configuration, launch, mask_bytes
+from fastadv.triton_kernels._launch import FRACTIONAL, Configuration, mask_bytes
 from fastadv.triton_kernels._row_tiles import (
     aligned_columns,
     aligned_spans,
     columns,
-    merge_counts,
+    launch_counts,
     merge_counts_form,
     row_spans,
     shapes,
     steps_of,
-    tiles,
 )
-from fastadv.triton_kernels._rows import LAYOUT, layout
+from fastadv.triton_kernels._rows import LAYOUT
 from torch import Tensor
 
 from fastadv.rows import Rows
@@ -72,18 +71,9 @@ def _add(seen, mask, read, begin, end, at, WIDTH: tl.constexpr):
 
 def token_counts(mask: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
     """See `fastadv.ops.token_counts.TOKEN_COUNTS`. A row with a fractional mask gets a count of UNKNOWN."""
+    stream = {"mask": mask_bytes(mask)}
     rows = Rows.trusted(mask, cu_seqlens)
-    cut = tiles(rows, ELEMENTS)
-    partial = counts if cut.parts == 1 else counts.new_empty((rows.count, cut.parts))
-    arguments = {
-        "mask": mask_bytes(mask),
-        "counts": partial,
-        **layout(rows, counts),
-        "packed": int(cu_seqlens is not None),
-    }
-    launch(token_counts_kernel, cut.grid, arguments, {"ROWS": cut.rows, "WIDTH": cut.width})
-    if cut.parts > 1:
-        merge_counts(partial, counts, largest=False)
+    launch_counts(token_counts_kernel, stream, rows, counts, elements=ELEMENTS, largest=False)
     return 0
 
 

@@ -21,12 +21,11 @@ from fastadv.triton_kernels._row_tiles import (
     aligned_columns,
     aligned_spans,
     columns,
-    merge_counts,
+    launch_counts,
     merge_counts_form,
     row_spans,
     shapes,
     steps_of,
-    tiles,
 )
 from fastadv.triton_kernels._rows import LAYOUT, layout, row_of, rows_from
 from torch import Tensor
@@ -194,18 +193,9 @@ def _turns(turn_ids, read, begin, end, at, WIDTH: tl.constexpr):
 
 def turn_counts(turn_ids: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
     """See `fastadv.ops.turn_ids.TURN_COUNTS`. A row with a value below -1 gets a count of -1."""
+    stream = {"turn_ids": turn_ids.contiguous()}
     rows = Rows.trusted(turn_ids, cu_seqlens)
-    cut = tiles(rows, ELEMENTS)
-    partial = counts if cut.parts == 1 else counts.new_empty((rows.count, cut.parts))
-    arguments = {
-        "turn_ids": turn_ids.contiguous(),
-        "counts": partial,
-        **layout(rows, counts),
-        "packed": int(cu_seqlens is not None),
-    }
-    launch(turn_counts_kernel, cut.grid, arguments, {"ROWS": cut.rows, "WIDTH": cut.width})
-    if cut.parts > 1:
-        merge_counts(partial, counts, largest=True)
+    launch_counts(turn_counts_kernel, stream, rows, counts, elements=ELEMENTS, largest=True)
     return 0
 
 
