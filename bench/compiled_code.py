@@ -157,6 +157,7 @@ def compile_configuration(configuration: Any, target: int = TARGET) -> tuple[Any
             "num_warps": configuration.num_warps,
             "num_stages": configuration.num_stages,
             "enable_fp_fusion": configuration.fp_fusion,
+            "maxnreg": configuration.registers,
         },
     )
     return kernel, hits == [True]

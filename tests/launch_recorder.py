@@ -34,6 +34,7 @@ def form(configuration: Configuration) -> Form:
         configuration.num_warps,
         configuration.num_stages,
         configuration.fp_fusion,
+        configuration.registers,
     )
 
 

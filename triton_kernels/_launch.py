@@ -7,12 +7,12 @@ each. Sizes are run-time numbers that no kernel is specialised on, so a new leng
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 FRACTIONAL = 2  # in a mask's bytes, beside 0 and 1: not a whole number
@@ -32,6 +32,7 @@ class Configuration:
     num_warps: int = 4
     num_stages: int = 1
     fp_fusion: bool = False
+    registers: int | None = None  # of a thread at most
 
     @property
     def name(self) -> str:
@@ -56,6 +57,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     fp_fusion: bool = False,
+    registers: int | None = None,
 ) -> None:
     """Starts a kernel on the device of its tensors. A grid without programs starts nothing.
 
@@ -65,16 +67,18 @@ def launch(
         arguments: run-time arguments by name: tensors, integers (int64 in the kernel), floats (float32).
         constants: `tl.constexpr` arguments by name.
         num_warps, num_stages, fp_fusion: compiler options; fusion of a * b + c is said explicitly, never a default.
+        registers: that a thread has at most. Said, the compiler uses them; not said, it may spill some for occupancy.
     """
     if launched is not None:
-        launched(_configuration(kernel, arguments, constants, num_warps, num_stages, fp_fusion))
+        launched(_configuration(kernel, arguments, constants, num_warps, num_stages, fp_fusion, registers))
     if 0 in grid:
         return
     device = next(t.device for t in arguments.values() if isinstance(t, Tensor))
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         kernel[grid](
-            **arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fp_fusion
+            **arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fp_fusion,
+            maxnreg=registers,
         )  # fmt: skip
 
 
@@ -85,6 +89,7 @@ def _configuration(
     num_warps: int,
     num_stages: int,
     fp_fusion: bool,
+    registers: int | None,
 ) -> Configuration:
     def type_of(value: Tensor | int | float) -> str:
         if isinstance(value, Tensor):
@@ -100,12 +105,19 @@ def _configuration(
         num_warps,
         num_stages,
         fp_fusion,
+        registers,
     )
 
 
 def blocks(tokens: int, block: int) -> int:
     """Programs that cover this many tokens."""
-    return triton.cdiv(tokens, block)
+    return -(-tokens // block)  # triton.cdiv takes 2 us on the host
+
+
+@functools.cache
+def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """An empty tensor that stands for one that is absent: made once, not for each launch."""
+    return torch.empty(0, device=device, dtype=dtype)
 
 
 def mask_bytes(mask: Tensor) -> Tensor:

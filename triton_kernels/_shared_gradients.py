@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, launch
 from fastadv.triton_kernels._policy_tokens import (
-    BLOCK,
     REFERENCE,
+    TILE,
     TOKEN_WEIGHTS,
-    VECTOR,
     WARPS,
     load,
+    places,
     row_and_end,
-    rows_of,
+    rows_after,
     store,
 )
 from torch import Tensor
 
+VECTOR = TILE.value
+BLOCK = VECTOR * 32 * WARPS  # as in policy_loss, whose inputs are float32 then
 CELLS = 1024  # blocks of a row that are added at a time
 
 
@@ -71,26 +73,23 @@ def share_gradients_kernel(
     VECTOR: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = start + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    place = places(start, VECTOR, BLOCK, VECTOR)
     row, end = row_and_end(cu_seqlens, rows, width, start)
     if start + BLOCK <= tl.minimum(end, count):
         _share(mask, token_weights, tl.load(shares + row), gradient, place, count, given, True)
     else:
         last, _ = row_and_end(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
-        share = tl.load(shares + rows_of(cu_seqlens, width, row, last, end, place))
-        if start + BLOCK <= count:
-            _share(mask, token_weights, share, gradient, place, count, given, True)
-        else:
-            _share(mask, token_weights, share, gradient, place, count, given, False)
+        share = tl.load(shares + row + rows_after(cu_seqlens, width, row, last, end, place))
+        _share(mask, token_weights, share, gradient, place, count, given, start + BLOCK <= count)
 
 
 @triton.jit
-def _share(mask, token_weights, share, gradient, place, count, given, FULL: tl.constexpr):
+def _share(mask, token_weights, share, gradient, place, count, given, full):
     inside = place < count
-    on = tl.load(mask + place, mask=None if FULL else inside, other=None if FULL else 0) != 0
-    on = on & (load(token_weights + place, (given & TOKEN_WEIGHTS) != 0, inside, 1.0, FULL) != 0.0)
-    before = load(gradient + place, (given & REFERENCE) != 0, inside, 0.0, FULL)
-    store(gradient + place, before + tl.where(on, share, 0.0), True, inside, FULL)
+    on = load(mask + place, True, inside, full, 0) != 0
+    on = on & (load(token_weights + place, (given & TOKEN_WEIGHTS) != 0, inside, full, 1.0) != 0.0)
+    before = load(gradient + place, (given & REFERENCE) != 0, inside, full, 0.0)
+    store(gradient + place, before + tl.where(on, share, 0.0), True, inside, full)
 
 
 def share_gradients(

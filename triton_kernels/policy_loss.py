@@ -6,8 +6,10 @@ optional inputs adds 4. Two launches: the tokens, and the sums of the programs' 
 numbers of tokens, take a small one before. A gradient that rollouts share takes two more after: a small one for the
 shares, and one that reads the mask again and writes the gradient.
 
-Compiled for sm_90, ppo takes 65 instructions a token (of a warp, 32 tokens), in float32: of four million tokens 9 us
-at one instruction a clock in each of an H100's schedulers, while the bytes take 21 us.
+Compiled for sm_90a, ppo takes 62 instructions a token (of a warp, 32 tokens) in float32, 60 in bfloat16: of four
+million tokens 9 us at one instruction a clock in each of an H100's schedulers, while the bytes take 21 us, or 11.
+
+On the host a call takes some 45 us, no driver counted: 24 here, and Triton 20 to look at the arguments of two kernels.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import torch
 import triton
 import triton.language as tl
 from fastadv.triton_kernels import _shared_gradients
-from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, launch, mask_bytes
+from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, launch, mask_bytes, nothing
 from fastadv.triton_kernels._policy_terms import GSPO, CorrectionParameters, KlParameters, LossParameters
 from fastadv.triton_kernels._policy_tokens import (
-    BLOCK,
     ENTROPY,
     ENTROPY_GRADIENT,
+    EVEN_BYTES,
     EXCLUDED,
     GRADIENT,
     IS_WEIGHTS,
@@ -44,15 +46,14 @@ from fastadv.triton_kernels._policy_tokens import (
     TOKEN,
     TOKEN_LOSSES,
     TOKEN_WEIGHTS,
-    VECTOR,
     WARPS,
     PerRow,
     Rule,
     Streams,
     Sums,
-    add_block,
+    add_full,
+    add_parts,
     row_and_end,
-    rows_of,
     when,
 )
 from torch import Tensor
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from fastadv.ops._policy_loss_kernel import Formula, Inputs
 
 GRADIENTS = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}  # by inputs
+VECTORS = {dtype: 16 // dtype.itemsize for dtype in GRADIENTS}  # tokens of a thread: 16 bytes of log-probs
 PROGRAMS = 1024  # as many run at once on an H100: from there on, each takes more blocks,
 STEPS = 8  # up to this many
 ROW_BLOCK = 1024  # rows, or programs' sums, that a program takes at a time
@@ -139,67 +141,49 @@ def policy_loss_kernel(
         KlParameters(kl.to(tl.int32), kl_gradient.to(tl.int32), kl_coef),
         entropy_coef,
     )
-    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     zero = tl.zeros([BLOCK // VECTOR], tl.float32)
     none = tl.zeros([BLOCK // VECTOR], tl.int32)
-    sums = Sums(zero, zero, none, none, zero, zero, zero, zero, none, none)
+    sums = Sums(zero, zero, none, zero, zero, zero, zero, none)
     row = tl.zeros((), tl.int64)
     end = row
-    for step in range(steps.to(tl.int32)):
+    # What could be computed before the loop would be kept in registers across it.
+    for step in tl.range(0, steps.to(tl.int32), disable_licm=True):
         block = program * steps + step
         start = block * BLOCK
-        place = start + offsets
         if start < count:
+            stop = count
             if BY_ROW:
                 if start >= end:
                     row, end = row_and_end(cu_seqlens, rows, width, start)
-                if start + BLOCK <= tl.minimum(end, count):  # within one row, as most blocks of long rollouts are
-                    sums = add_block(
-                        sums, t, r, rule, row, row, row, block, place, rows, count, BLOCK,
-                        LOSS, KIND, EXTENDED, BY_ROW, True,
-                    )  # fmt: skip
-                else:
-                    last, _ = row_and_end(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
-                    of_token = rows_of(cu_seqlens, width, row, last, end, place)
-                    if start + BLOCK <= count:
-                        sums = add_block(
-                            sums, t, r, rule, of_token, row, last, block, place, rows, count, BLOCK,
-                            LOSS, KIND, EXTENDED, BY_ROW, True,
-                        )  # fmt: skip
-                    else:
-                        sums = add_block(
-                            sums, t, r, rule, of_token, row, last, block, place, rows, count, BLOCK,
-                            LOSS, KIND, EXTENDED, BY_ROW, False,
-                        )  # fmt: skip
-            elif start + BLOCK <= count:
-                sums = add_block(
-                    sums, t, r, rule, row, row, row, block, place, rows, count, BLOCK,
-                    LOSS, KIND, EXTENDED, BY_ROW, True,
+                stop = tl.minimum(end, count)
+            if start + BLOCK <= stop:  # full and within one row, as most blocks of long rollouts are
+                sums = add_full(
+                    sums, t, r, rule, row, block, rows, count, BLOCK, VECTOR, LOSS, KIND, EXTENDED, BY_ROW
                 )  # fmt: skip
             else:
-                sums = add_block(
-                    sums, t, r, rule, row, row, row, block, place, rows, count, BLOCK,
-                    LOSS, KIND, EXTENDED, BY_ROW, False,
+                sums = add_parts(
+                    sums, t, r, rule, row, end, cu_seqlens, block, rows, width, count, BLOCK, VECTOR,
+                    LOSS, KIND, EXTENDED, BY_ROW,
                 )  # fmt: skip
     programs = tl.num_programs(0).to(tl.int64)
     out = partials + program
-    tokens = tl.sum(sums.tokens)
-    bounded = tl.sum(sums.bounded)
+    even = tl.sum(sums.counts & EVEN_BYTES)  # tokens, bounded
+    odd = tl.sum((sums.counts >> 8) & EVEN_BYTES)  # clipped, saturated
     tl.store(out + LOSS_SUM * programs, tl.sum(sums.loss))
     tl.store(out + NEGATIVE_LOG_RATIO * programs, tl.sum(sums.negative_log_ratio))
-    tl.store(out + TOKENS * programs, (tokens & LOW).to(tl.float32))
-    tl.store(out + CLIPPED * programs, (tokens >> 16).to(tl.float32))
-    tl.store(out + BOUNDED * programs, (bounded & LOW).to(tl.float32))
-    tl.store(out + SATURATED * programs, (bounded >> 16).to(tl.float32))
+    tl.store(out + TOKENS * programs, (even & LOW).to(tl.float32))
+    tl.store(out + CLIPPED * programs, (odd & LOW).to(tl.float32))
+    tl.store(out + BOUNDED * programs, (even >> 16).to(tl.float32))
+    tl.store(out + SATURATED * programs, (odd >> 16).to(tl.float32))
     if EXTENDED:
-        rejected = tl.sum(sums.rejected)
+        even = tl.sum(sums.weighed & EVEN_BYTES)  # rejected, missing
         tl.store(out + POLICY_SUM * programs, tl.sum(sums.policy))
         tl.store(out + KL_SUM * programs, tl.sum(sums.kl))
         tl.store(out + ENTROPY_SUM * programs, tl.sum(sums.entropy))
         tl.store(out + IS_WEIGHT * programs, tl.sum(sums.is_weight))
-        tl.store(out + REJECTED * programs, (rejected & LOW).to(tl.float32))
-        tl.store(out + CAPPED * programs, (rejected >> 16).to(tl.float32))
-        tl.store(out + MISSING * programs, tl.sum(sums.missing).to(tl.float32))
+        tl.store(out + REJECTED * programs, (even & LOW).to(tl.float32))
+        tl.store(out + CAPPED * programs, tl.sum(sums.weighed >> 8 & 0xFF).to(tl.float32))
+        tl.store(out + MISSING * programs, (even >> 16).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows", "given"])
@@ -285,14 +269,16 @@ def policy_loss(
     """
     rows = Rows.trusted(log_probs, inputs.cu_seqlens)
     by_token = formula.advantage_kind == TOKEN.value
-    optional = {
-        TOKEN_WEIGHTS: inputs.token_weights, IS_WEIGHTS: inputs.is_weights, ROW_IS_WEIGHTS: inputs.row_is_weights,
-        ROLLOUT: inputs.rollout_log_probs, REFERENCE: inputs.ref_log_probs, ENTROPY: entropy,
-    }  # fmt: skip
-    extended = bool(formula.shared_gradient) or any(t is not None for t in optional.values())
+    # Pairs: a bit of Triton's hashes slowly.
+    optional = (
+        (TOKEN_WEIGHTS, inputs.token_weights), (IS_WEIGHTS, inputs.is_weights), (ENTROPY, entropy),
+        (ROW_IS_WEIGHTS, inputs.row_is_weights), (ROLLOUT, inputs.rollout_log_probs), (REFERENCE, inputs.ref_log_probs),
+    )  # fmt: skip
+    extended = bool(formula.shared_gradient) or any(t is not None for _, t in optional)
     per_row = (inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights)
     dtype = _dtype(log_probs, inputs, by_token, extended, gradient)
-    count = blocks(rows.tokens, BLOCK)
+    block = VECTORS[dtype] * 32 * WARPS
+    count = blocks(rows.tokens, block)
     steps = min(STEPS, max(1, count // PROGRAMS))
     programs = blocks(count, steps)
     like = log_probs.to(dtype).contiguous()  # stands for what is not there, with `partials` and empty tensors
@@ -302,17 +288,17 @@ def policy_loss(
         return like if t is None else t.to(dtype).contiguous()
 
     def small(t: Tensor | None, kind: torch.dtype) -> Tensor:
-        return sums.new_empty(0, dtype=kind) if t is None else t
+        return nothing(sums.device, kind) if t is None else t
 
     shared = bool(formula.shared_gradient) and gradient is not None
-    present = {
-        SCALE: inputs.scale, OLD_LOG_PROBS: inputs.old_log_probs, ROW_WEIGHTS: inputs.row_weights,
-        ROW_TOKENS: inputs.row_tokens, ENTROPY_GRADIENT: entropy_gradient, TOKEN_LOSSES: token_losses,
-        SHARED: gradient if shared else None,
+    present = (
+        *optional, (SCALE, inputs.scale), (OLD_LOG_PROBS, inputs.old_log_probs), (ROW_WEIGHTS, inputs.row_weights),
+        (ROW_TOKENS, inputs.row_tokens), (ENTROPY_GRADIENT, entropy_gradient), (TOKEN_LOSSES, token_losses),
+        (SHARED, gradient if shared else None),
         # Without a penalty, the pass that writes the shares writes all there is.
-        GRADIENT: inputs.ref_log_probs if shared else gradient, **optional,
-    }  # fmt: skip
-    given = sum(bit.value for bit, t in present.items() if t is not None)
+        (GRADIENT, inputs.ref_log_probs if shared else gradient),
+    )  # fmt: skip
+    given = sum(bit.value for bit, t in present if t is not None)
     written = _written(gradient, GRADIENTS[dtype], like if dtype == torch.bfloat16 else partials)
     entropy_written = _written(entropy_gradient, torch.float32, partials)
     pieces = sums.new_empty((2, rows.count + count), dtype=torch.float32) if shared else partials
@@ -360,10 +346,11 @@ def policy_loss(
             "KIND": formula.advantage_kind,
             "EXTENDED": extended,
             "BY_ROW": not by_token or shared or any(t is not None for t in per_row),
-            "BLOCK": BLOCK,
-            "VECTOR": VECTOR,
+            "BLOCK": block,
+            "VECTOR": VECTORS[dtype],
         },
         num_warps=WARPS,
+        registers=_registers(dtype, formula.loss, formula.advantage_kind, extended),
     )
     launch(
         finish_sums_kernel,
@@ -387,6 +374,13 @@ def _dtype(log_probs: Tensor, inputs: Inputs, by_token: bool, extended: bool, gr
     return log_probs.dtype if alike and writes and not extended else torch.float32
 
 
+def _registers(dtype: torch.dtype, loss: int, kind: int, extended: bool) -> int:
+    """Of a thread, as tried: none spills any on sm_90 and sm_100, at an occupancy of 0.31 (extended), 0.44 or 0.5."""
+    if extended:
+        return 96
+    return 72 if dtype != torch.float32 and (kind == ROW.value or loss == GSPO.value) else 64
+
+
 def _written(output: Tensor | None, dtype: torch.dtype, nothing: Tensor) -> Tensor:
     """What the kernel writes: the output itself where that is contiguous and in its dtype."""
     if output is None:
@@ -397,7 +391,7 @@ def _written(output: Tensor | None, dtype: torch.dtype, nothing: Tensor) -> Tens
 def _turn_ids(turn_ids: Tensor | None, sums: Tensor) -> Tensor:
     """Turn ids as int32, in which a turn that no table has stays one."""
     if turn_ids is None:
-        return sums.new_empty(0, dtype=torch.int32)
+        return nothing(sums.device, torch.int32)
     if turn_ids.dtype != torch.int32:
         turn_ids = turn_ids.clamp(-1, 2**31 - 1).to(torch.int32)
     return turn_ids.contiguous()
@@ -405,13 +399,15 @@ def _turn_ids(turn_ids: Tensor | None, sums: Tensor) -> Tensor:
 
 def _row_scales(inputs: Inputs, rows: int, given: int, sums: Tensor) -> Tensor:
     """What each row's sum is multiplied by, where rows differ in that."""
-    scales = sums.new_empty(rows if given & ROW_SCALES.value else 0, dtype=torch.float32)
+    if not given & ROW_SCALES.value:
+        return nothing(sums.device, torch.float32)
+    scales = sums.new_empty(rows, dtype=torch.float32)
     launch(
         row_scales_kernel,
         (blocks(scales.numel(), ROW_BLOCK),),
         {
             "row_weights": sums if inputs.row_weights is None else inputs.row_weights,
-            "row_tokens": sums.new_empty(0, dtype=torch.int64) if inputs.row_tokens is None else inputs.row_tokens,
+            "row_tokens": nothing(sums.device, torch.int64) if inputs.row_tokens is None else inputs.row_tokens,
             "scale": sums if inputs.scale is None else inputs.scale,
             "row_scales": scales,
             "rows": rows,
@@ -437,11 +433,6 @@ def scale_gradient(gradient: Tensor, factor: Tensor) -> int:
 # ---- what is compiled ------------------------------------------------------------------------------------------------
 
 STREAMING = (policy_loss_kernel, scale_gradient_kernel, *_shared_gradients.STREAMING)
-
-
-def narrow(configuration: Configuration) -> bool:
-    """Forms of 16-bit log-probs: a thread's four tokens are 8 bytes. Eight tokens a thread spill registers."""
-    return configuration.kernel is policy_loss_kernel and dict(configuration.signature)["log_probs"] != "*fp32"
 
 
 def bytes_moved(tokens: int, *, reads: int = 3, size: int = 4, written: int = 4) -> int:
@@ -487,11 +478,16 @@ def _loss_configuration(loss: int, kind: int, by_row: bool, extended: bool, dtyp
     }  # fmt: skip
     signature |= dict.fromkeys(INTEGERS, "i64") | dict.fromkeys(("dual_clip", "ratio_cap", *FLOATS), "fp32")
     constants = {
-        "LOSS": loss, "KIND": kind, "EXTENDED": extended, "BY_ROW": by_row, "BLOCK": BLOCK, "VECTOR": VECTOR,
+        "LOSS": loss, "KIND": kind, "EXTENDED": extended, "BY_ROW": by_row,
+        "BLOCK": VECTORS[dtype] * 32 * WARPS, "VECTOR": VECTORS[dtype],
     }  # fmt: skip
-    return _configuration(policy_loss_kernel, signature, constants, WARPS)
+    return _configuration(policy_loss_kernel, signature, constants, WARPS, _registers(dtype, loss, kind, extended))
 
 
-def _configuration(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Configuration:
+def _configuration(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, registers: int | None = None
+) -> Configuration:
     aligned = tuple(name for name, kind in signature.items() if kind.startswith("*"))
-    return Configuration(kernel, tuple(signature.items()), tuple(constants.items()), aligned, warps)
+    return Configuration(
+        kernel, tuple(signature.items()), tuple(constants.items()), aligned, warps, registers=registers
+    )
