@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
+from fastadv.triton_kernels.segments import segment_tokens
 from launch_recorder import form, launches, never_launched, unlisted
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
 from bench import kernel_registry
@@ -39,3 +42,21 @@ def test_a_launch_that_no_module_lists_is_noticed() -> None:
     missing = never_launched([unaligned], [entry.module])
     assert len(missing) == 15
     assert entry.name not in missing
+
+
+def test_what_no_kernel_can_read_is_refused() -> None:
+    """As the C++ kernels refuse it. Triton would read what lies at any address: numbers of the wrong sign, say."""
+    values, offsets, cu_seqlens = torch.ones(2), torch.tensor([0, 2]), torch.tensor([0, 3])
+    turn_ids, tokens = torch.tensor([0, 1, -1]), torch.empty(3)
+
+    def take(values: torch.Tensor) -> None:
+        segment_tokens(values, offsets, turn_ids, cu_seqlens, None, tokens)
+
+    with pytest.raises(ValueError, match=r"pass t.resolve_neg\(\)"):
+        take(torch._neg_view(values))
+    with FakeTensorMode() as mode, pytest.raises(TypeError, match="cannot read a FakeTensor"):
+        take(mode.from_tensor(values))
+    with pytest.raises(TypeError, match="without memory"):
+        take(torch.ones(2, device="meta"))
+    take(values)
+    assert tokens.tolist() == [1, 1, 0]

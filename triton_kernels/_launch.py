@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastadv import native
+
 FRACTIONAL = 2  # in a mask's bytes, beside 0 and 1: not a whole number
 ALIGNMENT = 16  # bytes: of pointers for which the compiler uses 128-bit loads
 
@@ -61,6 +63,8 @@ def launch(
 ) -> None:
     """Starts a kernel on the device of its tensors. A grid without programs starts nothing.
 
+    Raises TypeError or ValueError for a tensor that no kernel can read, as the C++ kernels do.
+
     Args:
         kernel: a `@triton.jit` function.
         grid: programs, one to three numbers.
@@ -69,11 +73,14 @@ def launch(
         num_warps, num_stages, fp_fusion: compiler options; fusion of a * b + c is said explicitly, never a default.
         registers: that a thread has at most. Said, the compiler uses them; not said, it may spill some for occupancy.
     """
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    for t in tensors:
+        native.start(t)  # refuses what Triton would take the address of all the same
     if launched is not None:
         launched(_configuration(kernel, arguments, constants, num_warps, num_stages, fp_fusion, registers))
     if 0 in grid:
         return
-    device = next(t.device for t in arguments.values() if isinstance(t, Tensor))
+    device = tensors[0].device
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         kernel[grid](
