@@ -281,6 +281,7 @@ def test_bad_arguments_are_named(backend: str) -> None:
         (TypeError, "logits is a list", {"logits": logits.tolist()}),
         (ValueError, r"logits has shape \[4, 0\]", {"logits": logits[:, :0]}),
         (ValueError, "share memory", {"logits": logits[:1].expand(4, 9), "inplace_backward": True}),
+        (ValueError, "share memory", {"logits": logits.view(-1).unfold(0, 9, 8)[:4], "inplace_backward": True}),
         (ValueError, "backend is 'gpu'", {"backend": "gpu"}),
     ):
         given = {"logits": logits, "labels": labels, "backend": backend, **changes}

@@ -139,6 +139,16 @@ class _TokenLogProbs(torch.autograd.Function):
         return None, gradient, None, None
 
 
+def _may_overlap(t: Tensor) -> bool:
+    """Whether elements share memory, or lie interleaved in a way that only a search could tell from that."""
+    reach = 0  # from an element to the last one that smaller strides lead to
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return t.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
 # ---- the public op ---------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +199,8 @@ def token_log_probs(
     Raises:
         ValueError: a label outside of [0, V) that neither the mask nor ignore_index excludes (under torch.compile, and
             on a GPU without `fa.checks("on")`, NaN instead); shapes that do not fit; a temperature or softcap that is
-            not positive and finite; a fractional mask value; inplace_backward for logits whose elements share memory.
+            not positive and finite; a fractional mask value; inplace_backward for logits whose elements share memory
+            (expanded, unfolded).
         TypeError: an argument of another type or dtype.
 
     Source: docs/ops/token_log_probs.md. The reading of blocks is the online softmax (Milakov and Gimelshein 2018).
@@ -211,11 +222,10 @@ def token_log_probs(
         arguments.positive(op, "softcap", softcap)
     if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
         raise TypeError(f"{op}: ignore_index is a {type(ignore_index).__name__}; pass an integer or None")
-    overlaps = any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True))
-    if inplace_backward and overlaps:
+    if inplace_backward and _may_overlap(logits):
         raise ValueError(
-            f"{op}: inplace_backward is set, but logits is an expanded tensor whose elements share memory; "
-            "pass logits.contiguous()"
+            f"{op}: inplace_backward is set, but elements of logits share memory (strides {logits.stride()} for shape "
+            f"{list(logits.shape)}, as of an expanded tensor); pass logits.contiguous()"
         )
 
     reads = arguments.rows_read(labels, mask, ignore_index)
