@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,3 +61,11 @@ def test_what_no_kernel_can_read_is_refused() -> None:
         take(torch.ones(2, device="meta"))
     take(values)
     assert tokens.tolist() == [1, 1, 0]
+
+
+def test_threads_take_turns_in_the_interpreter() -> None:
+    """It keeps the program that runs in globals of Triton."""
+    masks = [torch.ones(2, length, dtype=torch.bool) for length in range(1, 9)]
+    with ThreadPoolExecutor(4) as pool:
+        counts = list(pool.map(lambda mask: fa.token_counts(mask, backend="triton").tolist(), masks))
+    assert counts == [[length] * 2 for length in range(1, 9)]

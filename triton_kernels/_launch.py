@@ -6,8 +6,8 @@ each. Sizes are run-time numbers that no kernel is specialised on, so a new leng
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,7 @@ TYPES = {
     torch.uint8: "u8", torch.bool: "u1", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
+_interpreter = threading.Lock()  # it keeps the program that runs in globals: threads take turns
 launched: Callable[[Configuration], None] | None = None  # tests: called with what each launch needs compiled
 
 
@@ -81,7 +82,7 @@ def launch(
     if 0 in grid:
         return
     device = tensors[0].device
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    guard = torch.cuda.device(device) if device.type == "cuda" else _interpreter
     with guard:
         kernel[grid](
             **arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fp_fusion,
