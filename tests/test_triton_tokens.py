@@ -115,6 +115,17 @@ def test_many_programs_for_a_row(monkeypatch: pytest.MonkeyPatch, poisoned_memor
         for name in ("triton", "cpu")
     )
     torch.testing.assert_close(mine, right, rtol=1e-6, atol=0)
+    # What is wrong in the first of the parts stays visible beside what the others hold.
+    turns[3], marked = -2, mask.float()
+    marked[3] = 0.5
+    counts = torch.empty(2, dtype=torch.int64)
+    turn_ids.turn_counts(turns, cu_seqlens, counts)
+    assert counts.tolist() == [-1, int(turns[1500:].max()) + 1]
+    with fa.checks("off"):
+        counted = fa.token_counts(marked, cu_seqlens, backend="triton")
+        ratios = fa.sequence_log_ratios(log_probs, old, marked, cu_seqlens, missing="skip", backend="triton")
+    assert counted.tolist() == ratios.tokens.tolist() == [-(2**62), int(mask[1500:].sum())]
+    assert ratios.sum.isnan().tolist() == ratios.minimum.isnan().tolist() == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, which is the interpreter's GPU
