@@ -113,7 +113,7 @@ def _unsuited(
 
 def interpreting() -> bool:
     """Whether Triton kernels run in Triton's interpreter, on CPU tensors: for tests, thousands of times slower."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
 
 
 _load_errors: dict[str, str] = {}

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import triton
 from fastadv.triton_kernels.segments import segment_tokens
 from launch_recorder import form, launches, never_launched, unlisted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
 from bench import kernel_registry
+from fastadv import dispatch
 
 
 def segment_calls() -> Iterator[Callable[[], object]]:
@@ -69,3 +71,9 @@ def test_threads_take_turns_in_the_interpreter() -> None:
     with ThreadPoolExecutor(4) as pool:
         counts = list(pool.map(lambda mask: fa.token_counts(mask, backend="triton").tolist(), masks))
     assert counts == [[length] * 2 for length in range(1, 9)]
+
+
+@pytest.mark.parametrize("value", ["", "0", "1", "false", "False", "no", "off", "true", "on", "Yes", "y", "2"])
+def test_kernels_are_interpreted_where_triton_says_so(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert dispatch.interpreting() == triton.knobs.runtime.interpret
