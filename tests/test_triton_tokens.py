@@ -128,6 +128,14 @@ def test_many_programs_for_a_row(monkeypatch: pytest.MonkeyPatch, poisoned_memor
     assert ratios.sum.isnan().tolist() == ratios.minimum.isnan().tolist() == [True, False]
 
 
+def test_turns_of_a_row_of_many_blocks(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+    """More blocks than are counted at once."""
+    monkeypatch.setattr(turn_ids, "BLOCK", 64)
+    monkeypatch.setattr(turn_ids, "COUNTS", tl.constexpr(4))
+    mask, cu_seqlens = batch((30, 64 * 11, 90))
+    both(fa.turn_ids_from_mask, mask, cu_seqlens)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, which is the interpreter's GPU
 def test_infinite_log_ratios() -> None:
     log_probs = torch.tensor([-1.0, -torch.inf, -2.0, -1.0, torch.inf, -0.5, -torch.inf, torch.inf])
