@@ -62,6 +62,14 @@ def test_segment_tokens(lengths: tuple[int, ...], padded: bool, poisoned_memory:
             both(fa.segment_tokens, table)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+def test_no_gradient_flows_to_a_segment_table(backend: str) -> None:
+    """On no backend, rather than on the one that could."""
+    index = fa.segments(torch.tensor([0, -1, 1], dtype=torch.int32))
+    tokens = fa.segment_tokens(fa.SegmentTable(torch.ones(2, requires_grad=True), index), backend=backend)
+    assert not tokens.requires_grad
+
+
 @every_layout
 def test_log_ratios(lengths: tuple[int, ...], padded: bool, poisoned_memory: None) -> None:
     mask, cu_seqlens = batch(lengths, padded)

@@ -63,7 +63,7 @@ def _launch(
 
 
 def segment_tokens(table: SegmentTable, mask: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """Writes a segment table out per token.
+    """Writes a segment table out per token. No gradient flows.
 
     Losses look tables up by themselves; this is for code that wants the `[N]` tensor.
 
@@ -84,11 +84,12 @@ def segment_tokens(table: SegmentTable, mask: Tensor | None = None, *, backend: 
     if mask is not None:
         shape, device = tuple(index.turn_ids.shape), table.values.device
         validation.tensor(op, "mask", mask, shape=shape, dtypes=validation.MASKS, device=device)
-    name = dispatch.resolve(op, backend, table.values, dtypes=DTYPES)
+    values = table.values.detach()
+    name = dispatch.resolve(op, backend, values, dtypes=DTYPES)
     if mask is not None and name != "cpu":
         validation.mask_values(op, "mask", mask)
     if name == "reference":
-        return reference.segment_tokens(table.values, index.offsets, index.turn_ids, index.rows, mask)
+        return reference.segment_tokens(values, index.offsets, index.turn_ids, index.rows, mask)
     mask = None if mask is None else native.as_mask(mask)
-    tokens: Tensor = _launch(name, table.values.contiguous(), index.offsets, index.turn_ids, index.cu_seqlens, mask)
+    tokens: Tensor = _launch(name, values.contiguous(), index.offsets, index.turn_ids, index.cu_seqlens, mask)
     return tokens
