@@ -28,6 +28,7 @@ from triton_batches import batch, both, same
 import fastadv as fa
 from fastadv.groups import group_index
 from fastadv.ops import moments as moment_ops
+from fastadv.reference.moments import TurnMoments
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(0, 0), (1, 1), (13, 3), (30, 2)])
@@ -167,6 +168,20 @@ def test_what_is_wrong_and_was_not_read_stays_visible() -> None:
         stray = fa.GroupIndex(index.index, torch.tensor([0, 1, 2, 99]), index.offsets)
         mine = fa.group_advantages(rewards.nan_to_num(3.0), stray, baseline="loo", backend="triton")
         assert mine.isnan().tolist() == [False, False, True, True]
+
+
+def test_turns_that_the_table_has_no_room_for_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn_ops = importlib.import_module("fastadv.ops.turn_advantages")  # the package has a function of this name
+    complete = turn_ops.turn_moments
+
+    def cut_off(*given: Any) -> TurnMoments:
+        offsets, *sums = complete(*given)
+        return TurnMoments(offsets, *(t[:2].clone() for t in sums))
+
+    monkeypatch.setattr(turn_ops, "turn_moments", cut_off)
+    turns = torch.tensor([[0, 1, 2], [0, 1, 2]], dtype=torch.int32)
+    mine = fa.turn_advantages(torch.tensor([1.0, 2.0]), [0, 0], turns, backend="triton")
+    assert mine.isnan().tolist() == [[False, False, True]] * 2
 
 
 # ---- what a launch asks for ------------------------------------------------------------------------------------------
