@@ -1,57 +1,112 @@
 """Measures the ops on the card that is there, beside their peers and floors: `make gpu`.
 
 Writes results/gpu.json and results/gpu.md. Without a CUDA device it says so and fails: nothing is estimated here.
+`python -m bench.gpu --not-measured` writes the page that says so, where no results are.
+
+Every case runs in a process of its own: a peer that breaks the device's context, or hangs, costs its case a second run
+without peers, and no other case anything.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench import gpu_card
-from bench.gpu_cases import CASES, Case, Work
-from bench.harness import DIRTY, RESULTS, clean, machine
+from bench import gpu_card, gpu_page, gpu_peers
+from bench.gpu_cases import CASES, Case
+from bench.harness import RESULTS, machine
 
-ROUNDS = 30
+ROUNDS, FEWEST = 30, 5
+CASE_SECONDS = 15.0  # of rounds, where FEWEST take less
+PROCESS_SECONDS = 120.0  # of a case with its imports and compilers
+ALL_SECONDS = 400.0
 FLUSH_BYTES = (
     2**28
-)  # written between runs: more than any card's second-level cache, so that no run finds its inputs there
+)  # more than any card's second-level cache: written between runs, so that none finds its inputs there
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One implementation of one case."""
+class Row:
+    """One implementation of one case. Without a failure all numbers are there."""
 
     case: str
     what: str
-    p20: float  # seconds
-    p50: float
-    p80: float
-    bytes_per_second: float  # of the bytes that the op has to move, whatever this implementation moves
-    of_floor: float  # time over that of a copy of as many bytes on this card, in this run
-    peak_bytes: int  # memory beside the inputs
-    error: float | None  # against float64; ours only
+    unit: str  # of the rate
+    failure: str = ""  # why there are no numbers
+    leaves_out: str = ""  # of what ours computes
+    p20: float = 0.0  # seconds
+    p50: float = 0.0
+    p80: float = 0.0
+    rate: float = 0.0  # of the bytes or operations that the op needs, whatever this implementation does; a second
+    of_floor: float = 0.0  # time over the floor's, measured in this run
+    peak_bytes: int = 0  # memory beside the inputs
+    error: float | None = None  # against float64
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, list[float]]:
+class Runs:
+    """The implementations of a case that still run, and why the others do not."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, Callable[[], Any]] = {}
+        self.failures: dict[str, str] = {}
+
+    def attempt(self, name: str, action: Callable[[], Any]) -> Any:
+        """What an action returns; None after a failure, which takes its implementation out."""
+        try:
+            return action()
+        except ImportError as error:
+            self.failures[name] = f"not installed: {first_line(error)}"
+        except Exception as error:  # whatever another project's code raises is a line in the table
+            self.failures[name] = f"failed: {type(error).__name__}: {first_line(error)}"
+        self.runs.pop(name, None)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+
+
+def first_line(error: object) -> str:
+    """What fits into a table."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return lines[0][:160].replace("|", "/")
+
+
+def interleaved(all_: Runs, device: str) -> dict[str, list[float]]:
     """Seconds on the device of each run, in turns, with a cold cache, after two rounds that do not count."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
-    for _ in range(rounds + 2):
-        for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            run()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: [a.elapsed_time(b) / 1e3 for a, b in pairs[2:]] for name, pairs in events.items()}
+    flush = torch.empty(FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
+    seconds: dict[str, list[float]] = {name: [] for name in all_.runs}
+
+    def timed(run: Callable[[], Any]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    began = time.perf_counter()
+    for round_ in range(ROUNDS + 2):
+        if round_ >= FEWEST + 2 and time.perf_counter() - began > CASE_SECONDS:
+            break
+        for name, run in list(all_.runs.items()):
+            took = all_.attempt(name, partial(timed, run))
+            if took is not None and round_ >= 2:
+                seconds[name].append(took)
+    return {name: values for name, values in seconds.items() if name in all_.runs}
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -64,92 +119,139 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def copy_of(work: Work) -> Callable[[], object]:
-    """A copy that moves as many bytes as the op has to: half are read, half are written."""
-    source = torch.empty(work.bytes // 2, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
-def measure(case: Case) -> list[Measured]:
-    """Ours, every peer, and the copy that is the floor."""
-    work = case.work("cuda", "triton")
-    error = work.error()
-    floor = "a copy of as many bytes"
-    runs = {"fastadv": work.ours, **work.peers, floor: copy_of(work)}
-    seconds = interleaved(runs)
-    least = statistics.median(seconds[floor])
+def measure(
+    case: Case, *, device: str = "cuda", backend: str = "triton", small: bool = False, peers: bool = True
+) -> list[Row]:
+    """Ours, every peer that runs, and the floor."""
+    work = case.work(device, backend, small=small)
+    floor = work.floor
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {"fastadv": lambda: work.ours}
+    notes = {peer.name: peer.leaves_out for peer in work.peers}
+    makers |= {peer.name: peer.make for peer in work.peers if peers}
+    makers[floor.name] = lambda: floor.run
+    found, errors, peaks = Runs(), {}, {}
+    for name, make in makers.items():
+        run = found.attempt(name, make)
+        if run is None:
+            continue
+        found.runs[name] = run
+        result = found.attempt(name, run)
+        if name != floor.name and name in found.runs:
+            errors[name] = found.attempt(name, partial(work.error, result))
+        del result
+        if name in found.runs:
+            peaks[name] = found.attempt(name, partial(peak_bytes, run))
+    seconds = interleaved(found, device)
+    if floor.name not in seconds:
+        raise RuntimeError(f"{floor.name}: {found.failures[floor.name]}")
+    per_amount = statistics.median(seconds[floor.name]) / floor.amount
     rows = []
-    for name, run in runs.items():
+    for name in makers:
+        head = (case.name, name, floor.unit)
+        if name in found.failures:
+            rows.append(Row(*head, found.failures[name], notes.get(name, "")))
+            continue
         p20, p50, p80 = (statistics.quantiles(seconds[name], n=10)[i] for i in (1, 4, 7))
-        mine = error if name == "fastadv" else None
+        amount = floor.amount if name == floor.name else work.amount
         rows.append(
-            Measured(case.name, name, p20, p50, p80, work.bytes / p50, p50 / least, peak_bytes(run), mine)
+            Row(
+                *head, "", notes.get(name, ""), p20, p50, p80, amount / p50, p50 / (amount * per_amount), peaks[name],
+                errors.get(name),
+            )
         )  # fmt: skip
     return rows
 
 
-def table(rows: list[Measured], bars: Mapping[str, float]) -> list[str]:
-    """The results as lines of Markdown."""
-    lines = [
-        "| case | | p20 us | p50 us | p80 us | GB/s | times a copy | bar | peak MiB | error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        ours = r.what == "fastadv"
-        bar = f"{bars[r.case]:.2f} {'met' if r.of_floor <= bars[r.case] else 'MISSED'}" if ours else ""
-        error = "" if r.error is None else f"{r.error:.1e}"
-        lines.append(
-            f"| {r.case if ours else ''} | {r.what} | {r.p20 * 1e6:.1f} | {r.p50 * 1e6:.1f} | {r.p80 * 1e6:.1f} "
-            f"| {r.bytes_per_second / 1e9:.0f} | {r.of_floor:.2f} | {bar} | {r.peak_bytes / 2**20:.0f} | {error} |"
-        )
-    return lines
+# ---- a process for each case -----------------------------------------------------------------------------------------
 
 
-def report(rows: list[Measured], facts: dict[str, object], states: list[dict[str, object]]) -> str:
-    """The page."""
-    bars = {case.name: case.bar for case in CASES}
-    slowed = sorted({str(reason) for state in states for reason in _reasons(state)})
-    return "\n".join(
-        [
-            f"# On a GPU: {facts['card']}",
-            "",
-            *([] if clean(str(facts["commit"])) else [DIRTY, ""]),
-            *table(rows, bars),
-            "",
-            ", ".join(f"{key} {value}" for key, value in facts.items()) + ".",
-            f"Clocks were held down by: {', '.join(slowed) or 'nothing'}.",
-            "Cold cache, runs in turns, device time between events; the copy moves as many bytes as the op has to.",
-            "",
-        ]
-    )
+def run_one(name: str, path: Path, peers: bool) -> None:
+    """Measures the case of this name and leaves its rows, and the card's state just after, in a file."""
+    (case,) = [case for case in CASES if case.name == name]
+    rows = measure(case, peers=peers)
+    path.write_text(json.dumps({"rows": [asdict(row) for row in rows], "state": gpu_card.state_or_why_not()}))
 
 
-def _reasons(state: dict[str, object]) -> list[object]:
-    reasons = state["slowed by"]
-    assert isinstance(reasons, list)
-    return reasons
+def in_a_process(case: Case, peers: bool, limit: float) -> dict[str, Any] | str:
+    """What `run_one` left, or why it left nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "bench.gpu", "--case", case.name, "--to", str(path)]
+        command += [] if peers else ["--without-peers"]
+        try:
+            ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return f"took more than {limit:.0f} s"
+        sys.stderr.write(ran.stderr)
+        if ran.returncode or not path.exists():
+            last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
+            return first_line(last)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
 
 
-def main() -> int:
-    """Measures every case; 0 if all bars are met."""
+Process = Callable[[Case, bool, float], "dict[str, Any] | str"]
+
+
+def measure_all(
+    process: Process, write: Callable[[Mapping[str, Any]], None], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Every case, written down after each: what is measured is not lost by what comes after it."""
+    began = time.perf_counter()
+    document: dict[str, Any] = {"machine": dict(facts), "seconds": 0.0, "states": [], "rows": []}
+    for case in CASES:
+        failures = []
+        for peers in (True, False):
+            left = ALL_SECONDS - (time.perf_counter() - began)
+            found = process(case, peers, min(left, PROCESS_SECONDS)) if left > 0 else "no time was left"
+            if not isinstance(found, str):
+                document["rows"] += found["rows"]
+                document["states"].append(found["state"])
+                break
+            failures.append(found)
+        if failures:
+            what = "all peers" if len(failures) == 1 else "fastadv"
+            document["rows"].append(asdict(Row(case.name, what, "", f"failed: {failures[0]}")))
+        document["seconds"] = time.perf_counter() - began
+        write(document)
+    return document
+
+
+def write(document: Mapping[str, Any]) -> None:
+    """Writes the results and their page."""
+    (RESULTS / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+    (RESULTS / "gpu.md").write_text(gpu_page.measured(document))
+
+
+def write_not_measured() -> int:
+    """Writes the page that says that nothing was measured, unless something was."""
+    if (RESULTS / "gpu.json").exists():
+        print("bench/results/gpu.json holds a card's results: gpu.md stays as it is.", file=sys.stderr)
+        return 1
+    (RESULTS / "gpu.md").write_text(gpu_page.not_measured())
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures every case; 0 if ours ran in all of them and met every bar."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--not-measured", action="store_true", help="write the page that says that no card was there")
+    parser.add_argument("--case", help="measure one case, into the file --to")
+    parser.add_argument("--to", type=Path)
+    parser.add_argument("--without-peers", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.not_measured:
+        return write_not_measured()
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured. Run `make gpu` on a machine that has one.", file=sys.stderr)
         return 2
-    facts = {**gpu_card.facts(), **machine()}
-    rows: list[Measured] = []
-    states = [gpu_card.state()]
-    for case in CASES:
-        rows += measure(case)
-        torch.cuda.empty_cache()
-        states.append(gpu_card.state())
-    text = report(rows, facts, states)
-    (RESULTS / "gpu.md").write_text(text)
-    document = {"machine": facts, "states": states, "rows": [asdict(row) for row in rows]}
-    (RESULTS / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(text)
-    bars = {case.name: case.bar for case in CASES}
-    return int(any(row.of_floor > bars[row.case] for row in rows if row.what == "fastadv"))
+    if given.case:
+        run_one(given.case, given.to, not given.without_peers)
+        return 0
+    os.environ["TRITON_INTERPRET"] = "0"  # of the processes too
+    document = measure_all(in_a_process, write, {**gpu_card.facts(), **gpu_peers.versions(), **machine()})
+    print(gpu_page.measured(document))
+    return int(not gpu_page.sound(document))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ def turn_advantages_loops(rewards: Tensor, groups: list[int], turn_ids: Tensor, 
 
 def log_softmax_results(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, entropy and sum of squared probabilities as trainers write them: log_softmax in float32, then sums."""
-    log_p = torch.log_softmax(logits.float(), -1)  # [N, V]
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    log_p = torch.log_softmax(wide, -1)  # [N, V]
     p = log_p.exp()
     return log_p.gather(-1, labels[:, None]).squeeze(-1), -(p * log_p).sum(-1), (p * p).sum(-1)
 
