@@ -46,10 +46,11 @@ bench: .venv/peers
 profile: .venv/installed
 	$(BIN)/pytest bench --benchmark-columns=min,median,max,rounds --benchmark-sort=name
 
-# On the card that is here: every op against float64 on it, then the benchmarks beside peers: bench/results/gpu.md.
+# On the card that is here: every contract of every op on it, then, whatever failed, the benchmarks beside the peers that
+# are installed: bench/results/gpu.md and .json.
 gpu: .venv/installed
-	TRITON_INTERPRET=0 $(BIN)/pytest -q -m gpu
-	TRITON_INTERPRET=0 $(BIN)/python -m bench.gpu
+	TRITON_INTERPRET=0 $(BIN)/pytest -q -m gpu tests/test_gpu.py; tests=$$?; \
+		TRITON_INTERPRET=0 $(BIN)/python -m bench.gpu && exit $$tests
 
 # Every Triton kernel compiled for GPUs that are not here, checked, and recorded in docs/triton_kernels.md and .json.
 compiled: .venv/installed

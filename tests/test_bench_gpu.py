@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from bench import gpu, gpu_card, gpu_page
+from bench import gpu, gpu_card, gpu_page, gpu_peers, peers
 from bench.gpu_cases import CASES, Case, Peer, Work, copy_of, relative_error
 
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -32,9 +33,9 @@ def test_a_case_gives_the_right_answer(case: Case) -> None:
     assert work.error(found) < case.tolerance < work.error(wrong)
     assert work.amount > 0
     work.floor.run()
-    peers = [peer for peer in work.peers if installed(peer)]
-    assert peers
-    for peer in peers:
+    here = [peer for peer in work.peers if installed(peer)]
+    assert here
+    for peer in here:
         assert work.error(peer.make()()) < case.tolerance, peer.name
 
 
@@ -47,6 +48,48 @@ def test_peers_give_the_right_answer(case: Case, monkeypatch: pytest.MonkeyPatch
     for peer in work.peers:
         if peer.name not in NEED_A_CARD:
             assert work.error(peer.make()()) < 1e-2, peer.name
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, path: str, **functions: Any) -> None:
+    """A package that is not here, as far as a peer imports it."""
+    parts = path.split(".")
+    for depth in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(parts[depth - 1]))
+    vars(sys.modules[path]).update(functions)
+
+
+def test_peers_that_need_a_card_are_called_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with their signatures and their results: one loss a row and z-losses, a mean, log-probs and entropy."""
+    losses = torch.nn.functional.cross_entropy
+
+    def flash_attn(logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return losses(logits.float(), labels, reduction="none"), torch.zeros(len(labels))
+
+    def quack(x: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+        return losses(x.float(), target, ignore_index=ignore_index, reduction=reduction)
+
+    def verl(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, reduction: str) -> tuple[Tensor, ...]:
+        assert (temperature, reduction) == (1.0, "none")
+        return peers.log_softmax_results((hidden @ weight.t()) / temperature, labels)[:2]
+
+    stand_in(monkeypatch, "flash_attn.ops.triton.cross_entropy", cross_entropy_loss=flash_attn)
+    stand_in(monkeypatch, "quack.cross_entropy", cross_entropy=quack)
+    stand_in(monkeypatch, "verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=verl)
+    called = []
+    for case in CASES:
+        work = case.work("cpu", case.small_backend, small=True) if case.tolerance == 1e-2 else None
+        for peer in work.peers if work else ():
+            if peer.name in NEED_A_CARD:
+                called.append(peer.name)
+                assert work.error(peer.make()()) < 1e-2, peer.name
+    assert set(called) == set(NEED_A_CARD)
+    assert len(called) == 4  # verl's in two cases
+
+
+def test_versions_of_peers_are_told() -> None:
+    found = gpu_peers.versions()
+    assert found["triton"].startswith("3.")
+    assert set(found) == set(gpu_peers.PACKAGES)
 
 
 def test_the_error_is_relative_to_the_largest_value() -> None:
@@ -194,6 +237,42 @@ def test_nothing_is_measured_without_a_card(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("slow", [False, True], ids=["sound", "a bar missed"])
+def test_the_whole_command(slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a measurement that takes no card, and processes that are calls."""
+
+    def process(command: list[str], **_: Any) -> Any:
+        assert command[1:3] == ["-m", "bench.gpu"]
+        return types.SimpleNamespace(returncode=gpu.main(command[3:]), stderr="")
+
+    def measure(case: Case, peers: bool) -> list[gpu.Row]:
+        if peers and case is CASES[2]:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return [row(case, of_floor=2.0 if slow else 1.0)]
+
+    def died(command: list[str], **given: Any) -> Any:
+        try:
+            return process(command, **given)
+        except RuntimeError as error:
+            return types.SimpleNamespace(returncode=1, stderr=f"Traceback\nRuntimeError: {error}\n")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # main sets it, and this puts it back
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu.subprocess, "run", died)
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu, "machine", lambda: {"commit": "1234567"})
+    monkeypatch.setattr(gpu_card, "facts", lambda: {"card": "a card"})
+    monkeypatch.setattr(gpu_card, "state", lambda: {"slowed by": ["power cap"]})
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    assert gpu.main([]) == int(slow)
+    document, page = json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
+    assert page == gpu_page.measured(document)
+    assert [r["case"] for r in document["rows"] if r["what"] == "fastadv"] == [case.name for case in CASES]
+    assert "|  | all peers | failed: RuntimeError: CUDA error: unspecified launch failure |" in page
+    assert page.startswith("# On a GPU: a card\n")
+    assert "held down by: power cap" in page
+
+
 def test_the_committed_page_is_what_the_command_writes() -> None:
     page, results = (gpu.RESULTS / name for name in ("gpu.md", "gpu.json"))
     expected = gpu_page.measured(json.loads(results.read_text())) if results.exists() else gpu_page.not_measured()
@@ -250,6 +329,9 @@ def test_the_state_of_a_card_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetPowerUsage=lambda handle: 312_400, nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x4,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert gpu_card._handle(fake, 1) == 1
+    assert gpu_card._handle(fake, 0) == 3  # NVML counts all cards
     assert gpu_card.state() == {
         "SM clock MHz": 1755,
         "memory clock MHz": 2619,

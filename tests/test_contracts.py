@@ -228,7 +228,7 @@ def test_strides_do_not_matter(case: Case, backend: str, shape: Shape) -> None:
 def test_expanded_inputs(case: Case, backend: str, shape: Shape) -> None:
     inputs = case.make(shape.draw())
     for name in case.token_inputs:
-        one = torch.tensor(0.5 if name == "is_weights" else -0.5).expand(inputs[name].shape)
+        one = inputs[name].new_tensor(0.5 if name == "is_weights" else -0.5).expand(inputs[name].shape)
         plain = case.run(backend, {**inputs, name: one.contiguous()})
         same(backend, case.run(backend, {**inputs, name: one}), plain)
 
@@ -243,10 +243,10 @@ def test_expanded_and_strided_upstream_gradients(case: Case, backend: str) -> No
         return leaf.grad
 
     shape = case.run(backend, inputs)["loss"].shape
-    two = torch.tensor(2.0).expand(shape)
+    two = inputs[case.gradient_of].new_tensor(2.0).expand(shape)
     assert torch.equal(gradient(two), gradient(two.contiguous()))
     if shape:
-        upstream = torch.randn(shape)
+        upstream = torch.randn(shape, device=two.device)
         for laid_out in layouts_of(upstream).values():
             assert torch.equal(gradient(laid_out), gradient(upstream))
 
