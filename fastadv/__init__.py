@@ -24,6 +24,7 @@ from fastadv.outcomes import Census, Outcome, census
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
+from fastadv.token_index import TokenIndex, token_index
 from fastadv.validation import checks
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "Segments",
     "SequenceLogRatios",
     "TokenIds",
+    "TokenIndex",
     "TokenLogProbs",
     "backends",
     "census",
@@ -72,6 +74,7 @@ __all__ = [
     "sequence_log_ratios",
     "singleton_rows",
     "token_counts",
+    "token_index",
     "token_log_probs",
     "turn_advantages",
     "turn_ids_from_mask",

@@ -24,7 +24,6 @@ if _mode not in MODES:
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 MASKS = (torch.bool, *INTEGERS, *FLOATS)
-MASKS = (torch.bool, *INTEGERS, *FLOATS)
 
 
 class checks:  # noqa: N801 - called like a function, usable as a context manager

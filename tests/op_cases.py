@@ -18,7 +18,6 @@ __all__ = [
     "CASES",
     "GARBAGE",
     "INTERPRETED",
-    "INTERPRETED_CASES",
     "NATIVE",
     "REFERENCE_CASES",
     "Case",
@@ -281,9 +280,6 @@ CASES = (
         magnitude=linear_magnitude,
     ),
 )
-INTERPRETED_CASES = tuple(
-    case for case in CASES if not case.name.startswith("linear")
-)  # no Triton kernels for those yet
 # The interpreter takes seconds a test: one case of each kernel runs always, and the rest with the slow tests.
 QUICK = (
     "turn_ids_from_mask", "segments", "segment_tokens", "token_counts", "sequence_log_ratios", "group_advantages[mean]",

@@ -14,7 +14,6 @@ from op_cases import (
     CASES,
     GARBAGE,
     INTERPRETED,
-    INTERPRETED_CASES,
     NATIVE,
     REFERENCE_CASES,
     Case,
@@ -32,7 +31,7 @@ from fastadv import native
 
 # Every op on every backend; losses without a kernel keep the same contracts on the reference.
 PAIRS = [(case, backend) for case in CASES for backend in BACKENDS] + [(case, "reference") for case in REFERENCE_CASES]
-PAIRS += [(case, backend) for case in INTERPRETED_CASES for backend in INTERPRETED]
+PAIRS += [(case, backend) for case in CASES for backend in INTERPRETED]
 
 
 def pairs(chosen: Callable[[Case], Any] = lambda case: True, *, interpreted: bool = False) -> pytest.MarkDecorator:

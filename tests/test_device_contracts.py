@@ -11,11 +11,11 @@ import pytest
 import test_large
 import torch
 from device_contracts import CONTRACTS, LARGE, case_on, equal_bits, refusing_waits, replayed, run_large
-from op_cases import INTERPRETED_CASES, Case, Outputs, Shape
+from op_cases import CASES, Case, Outputs, Shape
 
 import fastadv as fa
 
-(PPO,) = [case for case in INTERPRETED_CASES if case.name == "policy_loss[ppo]"]
+(PPO,) = [case for case in CASES if case.name == "policy_loss[ppo]"]
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
@@ -33,7 +33,7 @@ def test_the_large_ones_in_small(check: Callable[[str], None]) -> None:
     assert test_large.TOKENS > 2**31
 
 
-@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_inputs_move_whole(case: Case) -> None:
     """No tensor of a case stays behind when its inputs go to another device."""
 

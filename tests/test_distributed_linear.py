@@ -44,6 +44,11 @@ def batch() -> dict[str, Tensor]:
     return given
 
 
+def few(given: dict[str, Any]) -> dict[str, Any]:
+    """The batch with four tokens that count."""
+    return {**given, "mask": given["mask"] & (given["mask"].cumsum(0) <= 4)}
+
+
 def loss_inputs() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     old = fa.linear_log_probs(**batch()).log_probs + 0.3 * torch.randn(TOKENS, generator=generator)
@@ -86,6 +91,8 @@ def split_vocabulary(rank: int, world: int, group: dist.ProcessGroup) -> dict[st
     }
     with pytest.raises(ValueError, match="vocab_group is given, but ranks exchange"):
         fa.linear_log_probs(**given, **options, backend="reference")
+    if world == 2:  # the interpreter takes its time
+        results["triton"] = log_probs(few(given), **options, backend="triton")
     with torch.no_grad():
         results["no grad"] = fa.linear_log_probs(**given, **options).log_probs
     for name, changes in (
@@ -154,6 +161,10 @@ def test_a_split_vocabulary_gives_the_same_log_probs(ranks: Any, world: int, kin
     found = [rank["vocabulary"][kind] for rank in ranks[world]]
     joined(found, log_probs(batch()))
     assert bool((found[0]["hidden"][~batch()["mask"]] == 0).all())
+
+
+def test_a_split_vocabulary_on_triton(ranks: Any) -> None:
+    joined([rank["vocabulary"]["triton"] for rank in ranks[2]], log_probs(few(batch())))
 
 
 @pytest.mark.parametrize("world", WORLDS)

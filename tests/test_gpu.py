@@ -8,7 +8,7 @@ import pytest
 import test_large
 import torch
 from device_contracts import CONTRACTS, LARGE, case_on, run_large
-from op_cases import INTERPRETED_CASES, Case, Shape
+from op_cases import CASES, Case, Shape
 
 import fastadv as fa
 from fastadv import dispatch
@@ -17,10 +17,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-EVERY = pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: case.name)
+EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 PAIRS = [
     pytest.param(name, case, id=f"{case.name}: {name}")
-    for case in INTERPRETED_CASES
+    for case in CASES
     for name, contract in CONTRACTS.items()
     if contract.applies(case)
 ]

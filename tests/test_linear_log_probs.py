@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import hypothesis
@@ -159,7 +160,8 @@ def product_precision(precision: str) -> Any:
 
 
 def test_weights_are_widened_tile_by_tile(monkeypatch: Any) -> None:
-    monkeypatch.setattr(_linear, "TILE_BYTES", 4 * 8 * 10)  # ten rows of the weight
+    ten_rows = dataclasses.replace(_linear.SIZES["cpu"], tile_bytes=4 * 8 * 10)
+    monkeypatch.setitem(_linear.SIZES, "cpu", ten_rows)
     for given in (problem(vocab=37), {**problem(vocab=37), "weight": torch.randn(37, 16)[:, ::2]}):
         equals_oracle(given, "cpu")
         equals_oracle(given, "cpu", deterministic=True)

@@ -254,9 +254,11 @@ def logits_gradient(
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every form that a launch asks for."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        signature = signature_for(dtype, SIGNATURE)
+    """Every form that a launch asks for. Of float32 logits of an output layer in bfloat16, the gradient is bfloat16: an
+    operand of its products."""
+    mixed = tuple((name, "*bf16" if name == "out" else kind) for name, kind in signature_for(torch.float32, SIGNATURE))
+    of_inputs = (signature_for(dtype, SIGNATURE) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    for signature in (*of_inputs, mixed):
         for aligned in (True, False):
             for moments, capped in ((False, False), (True, False), (True, True)):
                 constants = (("ALIGNED", aligned), ("MOMENTS", moments), ("CAPPED", capped))

@@ -20,10 +20,10 @@ class VocabParts:
     vocab: int  # tokens of the whole vocabulary
 
     @classmethod
-    def of(cls, op: str, group: ProcessGroup, start: int, size: int) -> VocabParts:
-        """Every rank tells its part in one small all-gather. Raises ValueError, on every rank alike, where the parts
-        leave a gap or overlap."""
-        mine = torch.tensor([start, size])
+    def of(cls, op: str, group: ProcessGroup, start: int, size: int, device: torch.device) -> VocabParts:
+        """Every rank tells its part in one small all-gather on this device, for which the host waits. Raises
+        ValueError, on every rank alike, where the parts leave a gap or overlap."""
+        mine = torch.tensor([start, size], device=device)
         gathered = _all_gather(mine, group).tolist()
         expected = 0
         for first, count in sorted((first, count) for first, count in gathered if count):

@@ -17,6 +17,7 @@ from fastadv.ops._register import first_order, native_op, needs_dispatcher
 from fastadv.ops._vocab_parts import VocabParts
 from fastadv.ops.token_log_probs import TokenLogProbs
 from fastadv.reference import linear_log_probs as reference
+from fastadv.token_index import TokenIndex
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,6 +28,7 @@ class Inputs(NamedTuple):
 
     codes: Tensor  # int64, like a token: the label, SKIPPED or INVALID of fastadv.ops._logits
     inverse_temperatures: Tensor | None  # float64, like codes
+    positions: Tensor | None  # int64: tokens that are computed, of an index object, or read off the codes
 
 
 class Numbers(NamedTuple):
@@ -70,11 +72,21 @@ class Arguments(NamedTuple):
 
 
 def counted_rows(inputs: Inputs) -> Tensor:
-    """Tokens that are computed, `[L]` int64, counted through all dimensions of the labels."""
+    """Tokens that are computed, `[L]` int64, counted through all dimensions of the labels. Waits for a GPU where no
+    index tells."""
+    if inputs.positions is not None:
+        return inputs.positions
     return (inputs.codes.view(-1) != SKIPPED).nonzero().flatten()
 
 
+def may_wait(backend: str, inputs: Inputs) -> bool:
+    """Whether the host may ask how many of the rows need gradients: not where an index was given to save it from
+    waiting for a GPU. Rows without one are then multiplied as zeros."""
+    return backend == "cpu" or inputs.positions is None
+
+
 def head_of(
+    backend: str,
     layer: tuple[Tensor, Tensor, Tensor | None],
     inputs: Inputs,
     numbers: Numbers,
@@ -90,36 +102,43 @@ def head_of(
     factor: float | Tensor = numbers.inverse_temperature
     if inputs.inverse_temperatures is not None:
         factor = inputs.inverse_temperatures.view(-1)[rows]
-    return Head(*layer, rows, labels, factor, numbers.softcap, int(numbers.chunk), bool(numbers.deterministic))
+    options = (numbers.softcap, int(numbers.chunk), bool(numbers.deterministic))
+    return Head(backend, *layer, rows, labels, factor, *options)
 
 
 @torch.no_grad()
 def forward(
-    layer: tuple[Tensor, Tensor, Tensor | None], inputs: Inputs, numbers: Numbers, parts: VocabParts | None = None
+    backend: str,
+    layer: tuple[Tensor, Tensor, Tensor | None],
+    inputs: Inputs,
+    numbers: Numbers,
+    parts: VocabParts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-prob, entropy, sum of squares (float32, like labels; 0 where nothing counts) and the state that the gradient
     needs: `[3, N]` float64, log of the sum of exponentials, entropy, sum of squares."""
-    rows = counted_rows(inputs)
-    head = head_of(layer, inputs, numbers, rows, parts)
-    statistics = torch.empty((5, rows.shape[0]), dtype=torch.float64)
+    rows, device = counted_rows(inputs), inputs.codes.device
+    head = head_of(backend, layer, inputs, numbers, rows, parts)
+    statistics = torch.empty((5, rows.shape[0]), dtype=torch.float64, device=device)
     for take in head.chunks():
         head.load(take)
         statistics[:, take] = head.statistics()
     if parts is not None:
         statistics = parts.gather(statistics)
-    results = _logits.finish("cpu", statistics)
+    results = _logits.finish(backend, statistics)
     outputs = []
     for values in (results.log_prob, results.entropy, results.sum_p2):
-        out = torch.zeros(inputs.codes.shape, dtype=torch.float32)
-        out.view(-1)[rows] = values.to(torch.float32)
+        out = torch.zeros(inputs.codes.shape, dtype=torch.float32, device=device)
+        # What an index counts may still have a label that is ignored.
+        out.view(-1)[rows] = values.to(torch.float32).masked_fill_(head.labels == SKIPPED, 0)
         outputs.append(out)
-    state = torch.zeros((3, inputs.codes.numel()), dtype=torch.float64)
+    state = torch.zeros((3, inputs.codes.numel()), dtype=torch.float64, device=device)
     state[:, rows] = torch.stack([results.lse, results.entropy, results.sum_p2])
     return outputs[0], outputs[1], outputs[2], state
 
 
 @torch.no_grad()
 def backward(
+    backend: str,
     layer: tuple[Tensor, Tensor, Tensor | None],
     inputs: Inputs,
     numbers: Numbers,
@@ -129,21 +148,25 @@ def backward(
     parts: VocabParts | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, where `needs` says. Computes the logits of the rows again that have an
-    upstream gradient other than 0, and no others."""
+    upstream gradient other than 0, and no others where the host may wait."""
     hidden, weight, _ = layer
     rows = counted_rows(inputs)
     flat = [None if g is None else g.reshape(-1)[rows] for g in upstream]
-    flows = torch.zeros(rows.shape[0], dtype=torch.bool)
+    flows = torch.zeros_like(rows, dtype=torch.bool)
     for g in flat:
         if g is not None:
             flows |= g != 0
-    head = head_of(layer, inputs, numbers, rows, parts)
-    sums = Gradients.of(hidden, weight, needs)
+    head = head_of(backend, layer, inputs, numbers, rows, parts)
+    flows &= head.labels != SKIPPED
+    sums = Gradients.of(backend, hidden, weight, needs)
     if parts is not None and sums.hidden is not None:
         sums.hidden = sums.hidden.to(torch.float32)
     chosen = state[:, rows]
-    for take in head.chunks(flows.nonzero().flatten()):
+    waits = may_wait(backend, inputs)
+    for take in head.chunks(flows.nonzero().flatten() if waits else None):
         head.load(take)
+        if not waits:
+            head.silence(flows[take])
         head.backward(chosen, flat, sums)
     del head  # its buffers are free before weight gradients in low precision are copied
     if parts is not None and sums.hidden is not None:
@@ -153,11 +176,13 @@ def backward(
 
 
 def _fake(
+    backend: str,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     codes: Tensor,
     inverse_temperatures: Tensor | None,
+    positions: Tensor | None,
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     log_probs, entropy, sum_p2 = (codes.new_empty(codes.shape, dtype=torch.float32) for _ in range(3))
@@ -165,11 +190,13 @@ def _fake(
 
 
 def _fake_backward(
+    backend: str,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     codes: Tensor,
     inverse_temperatures: Tensor | None,
+    positions: Tensor | None,
     numbers: list[float],
     state: Tensor,
     upstream: list[Tensor | None],
@@ -184,51 +211,52 @@ def _fake_backward(
 
 @native_op("linear_log_probs_backward", _fake_backward)
 def _launch_backward(
+    backend: str,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     codes: Tensor,
     inverse_temperatures: Tensor | None,
+    positions: Tensor | None,
     numbers: list[float],
     state: Tensor,
     upstream: list[Tensor | None],
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = backward(
-        (hidden, weight, bias),
-        Inputs(codes, inverse_temperatures),
-        Numbers(*numbers),
-        state,
-        upstream,
-        needs,
-    )
+    inputs = Inputs(codes, inverse_temperatures, positions)
+    found = backward(backend, (hidden, weight, bias), inputs, Numbers(*numbers), state, upstream, needs)
     d_hidden, d_weight, d_bias = (weight.new_empty(0) if g is None else g for g in found)
     return d_hidden, d_weight, d_bias
 
 
 def _registered_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     hidden, weight, bias, state, *inputs = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    found = _launch_backward(hidden, weight, bias, *inputs, ctx.numbers, state, list(upstream[:3]), needs)
-    return (*(g if needed else None for g, needed in zip(found, needs, strict=True)), None, None, None)
+    needs = list(ctx.needs_input_grad[1:4])
+    found = _launch_backward(
+        ctx.backend, hidden, weight, bias, *inputs, ctx.numbers, state, list(upstream[:3]), needs
+    )  # fmt: skip
+    return (None, *(g if needed else None for g, needed in zip(found, needs, strict=True)), None, None, None, None)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, *tensors, ctx.numbers = inputs
+    ctx.backend, hidden, weight, bias, *tensors, ctx.numbers = inputs
     ctx.save_for_backward(hidden, weight, bias, output[3], *tensors)
     ctx.set_materialize_grads(False)  # an entropy that nothing flows from is another sum than one of zeros
 
 
 @native_op("linear_log_probs", _fake, autograd=(_registered_backward, _setup_context))
 def _launch(
+    backend: str,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     codes: Tensor,
     inverse_temperatures: Tensor | None,
+    positions: Tensor | None,
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return forward((hidden, weight, bias), Inputs(codes, inverse_temperatures), Numbers(*numbers))
+    inputs = Inputs(codes, inverse_temperatures, positions)
+    return forward(backend, (hidden, weight, bias), inputs, Numbers(*numbers))
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -237,6 +265,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        backend: str,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -244,9 +273,9 @@ class _LinearLogProbs(torch.autograd.Function):
         numbers: Numbers,
         parts: VocabParts | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        log_prob, entropy, sum_p2, state = forward((hidden, weight, bias), inputs, numbers, parts)
+        log_prob, entropy, sum_p2, state = forward(backend, (hidden, weight, bias), inputs, numbers, parts)
         ctx.save_for_backward(*(validation.saveable(t) for t in (hidden, weight, bias, state, *inputs)))
-        ctx.numbers, ctx.parts = numbers, parts
+        ctx.backend, ctx.numbers, ctx.parts = backend, numbers, parts
         ctx.set_materialize_grads(False)
         return log_prob, entropy, sum_p2
 
@@ -255,9 +284,10 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, state, *inputs = ctx.saved_tensors
         d_hidden, d_weight, d_bias = backward(
-            (hidden, weight, bias), Inputs(*inputs), ctx.numbers, state, upstream, ctx.needs_input_grad[:3], ctx.parts
-        )
-        return d_hidden, d_weight, d_bias, None, None, None
+            ctx.backend, (hidden, weight, bias), Inputs(*inputs), ctx.numbers, state, upstream,
+            ctx.needs_input_grad[1:4], ctx.parts,
+        )  # fmt: skip
+        return None, d_hidden, d_weight, d_bias, None, None, None
 
 
 # ---- the public op ---------------------------------------------------------------------------------------------------
@@ -269,7 +299,7 @@ def linear_log_probs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TokenIndex | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     ignore_index: int | None = None,
@@ -293,14 +323,14 @@ def linear_log_probs(
         labels: `[N]` or `[B, T]` int32 or int64, the token that each hidden state predicts: shift before calling.
         bias: `[V]` in the dtype of hidden.
         mask: like labels, bool, integer or whole-valued float: what does not count is not read, NaN there enters
-            nothing.
+            nothing. A `fastadv.token_index` of it saves the host from waiting for a GPU, see below.
         temperature: a positive number, or one per token (like labels), no gradient. Divides after the softcap.
         softcap: positive; logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
         ignore_index: tokens with this label do not count.
         vocab_start, vocab_group: the weight is rows `[vocab_start, vocab_start + V)` of a vocabulary split over the
             ranks of this torch.distributed group; each rank passes the same hidden, labels and mask. Every rank gets
-            the results and the hidden gradient of the whole vocabulary, and the gradients of its own rows. Native, in
-            eager mode; every rank must call, also one without a row, and the backward too.
+            the results and the hidden gradient of the whole vocabulary, and the gradients of its own rows. On a backend
+            with kernels, in eager mode; every rank must call, also one without a row, and the backward too.
         chunk_tokens: rows of logits that exist at a time; None: 128 MiB of them. Results depend on it within rounding.
         return_entropy: also the entropy of the distribution in nats.
         return_sum_p2: also the sum of squared probabilities.
@@ -312,6 +342,10 @@ def linear_log_probs(
     Returns:
         TokenLogProbs(log_probs, entropy, sum_p2), each like labels, None where not asked for; float32 (float64 for
         float64 hidden), exactly 0 where nothing counts. log_probs are at most 0.
+
+    On a GPU the host waits twice: in the forward for the number of tokens that count, in the backward for the number of
+    those with an upstream gradient. Given a `fastadv.token_index` it never waits; the backward then multiplies all of
+    its tokens, those without an upstream gradient as zeros.
 
     Under torch.autocast, hidden, weight and bias are cast to its dtype, as torch.nn.functional.linear does; logits and
     what comes from them stay float32.
@@ -340,15 +374,17 @@ def log_probs_of(given: Arguments) -> tuple[Tensor, ...]:
 
 def _native(given: Arguments) -> tuple[Tensor, ...]:
     inputs, numbers, parts = given.inputs, given.numbers, given.parts
+    backend = given.backend
     if parts is None and (given.registered or not given.needs_gradient):
-        return _launch(*given.layer, *inputs, list(numbers))[:3]  # type: ignore[no-any-return]
+        return _launch(backend, *given.layer, *inputs, list(numbers))[:3]  # type: ignore[no-any-return]
     if not given.needs_gradient:
-        return forward(given.layer, inputs, numbers, parts)[:3]
-    return _LinearLogProbs.apply(*given.layer, inputs, numbers, parts)  # type: ignore[no-any-return, no-untyped-call]
+        return forward(backend, given.layer, inputs, numbers, parts)[:3]
+    found = _LinearLogProbs.apply(backend, *given.layer, inputs, numbers, parts)  # type: ignore[no-untyped-call]
+    return found  # type: ignore[no-any-return]
 
 
 def _reference(given: Arguments) -> tuple[Tensor, ...]:
-    codes, inverse_temperatures = given.inputs
+    codes, inverse_temperatures, _ = given.inputs
     temperature: float | Tensor = 1 / given.numbers.inverse_temperature
     if inverse_temperatures is not None:
         temperature = 1 / inverse_temperatures
@@ -365,7 +401,7 @@ def arguments(
     labels: Tensor,
     *,
     bias: Tensor | None,
-    mask: Tensor | None,
+    mask: Tensor | TokenIndex | None,
     temperature: float | Tensor,
     softcap: float | None,
     ignore_index: int | None,
@@ -389,9 +425,12 @@ def arguments(
     validation.tensor(op, "labels", labels, shape=shape, dtypes=(torch.int32, torch.int64), device=device)
     if bias is not None:
         validation.tensor(op, "bias", bias, shape=(weight.shape[0],), dtypes=validation.FLOATS, device=device)
-    if mask is not None:
-        dtypes = (torch.bool, *validation.INTEGERS, *validation.FLOATS)
-        validation.tensor(op, "mask", mask, shape=shape, device=device, dtypes=dtypes)
+    positions: Tensor | None = None
+    if isinstance(mask, TokenIndex):
+        mask.check_layout(op, shape, device)
+        positions, mask = mask.positions, mask.reads
+    elif mask is not None:
+        validation.tensor(op, "mask", mask, shape=shape, device=device, dtypes=validation.MASKS)
         validation.mask_values(op, "mask", mask)
     hidden, weight, bias = _autocast(hidden, weight, bias)
     for name, t in (("weight", weight), ("bias", bias)):
@@ -406,15 +445,15 @@ def arguments(
             raise TypeError(f"{op}: {name} is a {type(number).__name__}; pass an integer")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"{op}: chunk_tokens is {chunk_tokens}; it must be at least 1, or None")
-    name = dispatch.resolve(op, backend, hidden, weight, bias, kernels=("cpu",))
+    name = dispatch.resolve(op, backend, hidden, weight, bias)
     parts, vocab = None, weight.shape[0]
     if vocab_group is not None and (name == "reference" or torch.compiler.is_compiling()):
         raise ValueError(
-            f"{op}: vocab_group is given, but ranks exchange their parts on the cpu backend in eager mode only, not on "
-            f"{name!r}" + (" under torch.compile" if torch.compiler.is_compiling() else "")
+            f"{op}: vocab_group is given, but ranks exchange their parts on a backend with kernels in eager mode only, "
+            f"not on {name!r}" + (" under torch.compile" if torch.compiler.is_compiling() else "")
         )
     if vocab_group is not None:
-        parts = VocabParts.of(op, vocab_group, vocab_start, vocab)
+        parts = VocabParts.of(op, vocab_group, vocab_start, vocab, device)
         vocab = parts.vocab
     elif vocab_start != 0:
         raise ValueError(f"{op}: vocab_start is {vocab_start} without vocab_group; pass the group of the ranks")
@@ -430,7 +469,7 @@ def arguments(
         label_arguments.positive(op, "temperature", temperature)
         factor = 1 / temperature
     numbers = Numbers(factor, float(softcap or 0), float(vocab_start), float(chunk_tokens or 0), float(deterministic))
-    return Arguments(name, hidden, weight, bias, Inputs(codes, factors), numbers, parts)
+    return Arguments(name, hidden, weight, bias, Inputs(codes, factors, positions), numbers, parts)
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

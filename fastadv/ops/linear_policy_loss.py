@@ -14,11 +14,12 @@ from fastadv.losses import LossConfig, loss_config
 from fastadv.ops import _logits
 from fastadv.ops._linear import Gradients
 from fastadv.ops._register import first_order
-from fastadv.ops.linear_log_probs import Arguments, arguments, counted_rows, head_of, log_probs_of
+from fastadv.ops.linear_log_probs import Arguments, arguments, counted_rows, head_of, log_probs_of, may_wait
 from fastadv.ops.policy_loss import LossOutput, policy_loss, without_kernel
 from fastadv.ops.token_counts import Denominators
 from fastadv.rows import Rows
 from fastadv.segment_table import Segments, SegmentTable
+from fastadv.token_index import TokenIndex, weighted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,35 +50,41 @@ class OnePass:
     given: Arguments
     loss_of: LossOf
     with_entropy: bool
+    unread: Tensor | None  # tokens that the loss counts and an index does not: their log-probs are NaN
 
     @torch.no_grad()
     def run(self, needs: tuple[bool, ...]) -> tuple[Gradients, LossOutput]:
         """Unscaled gradients of hidden, weight and bias, hidden's in float32, and the loss."""
         hidden, weight, _ = self.given.layer
-        inputs = self.given.inputs
-        rows = counted_rows(inputs)  # [L]
-        head = head_of(self.given.layer, inputs, self.given.numbers, rows)
-        sums = Gradients.of(hidden, weight, needs, dtype=torch.float32)
-        log_probs = torch.zeros(inputs.codes.shape, dtype=torch.float32)
+        backend, inputs = self.given.backend, self.given.inputs
+        rows, device = counted_rows(inputs), inputs.codes.device  # [L]
+        head = head_of(backend, self.given.layer, inputs, self.given.numbers, rows)
+        sums = Gradients.of(backend, hidden, weight, needs, dtype=torch.float32)
+        log_probs = torch.zeros(inputs.codes.shape, dtype=torch.float32, device=device)
+        if self.unread is not None:
+            log_probs.masked_fill_(self.unread, torch.nan)
         entropy = torch.zeros_like(log_probs) if self.with_entropy else None
-        state = torch.empty((3, rows.shape[0]), dtype=torch.float64)
-        upstream = [torch.empty(rows.shape[0]), torch.empty(rows.shape[0]) if self.with_entropy else None, None]
-        output = None
+        state = torch.empty((3, rows.shape[0]), dtype=torch.float64, device=device)
+        kept = [torch.empty_like(rows, dtype=torch.float32) for _ in range(1 + self.with_entropy)]
+        upstream = [*kept, None, None][:3]
+        waits, output = may_wait(backend, inputs), None
         for take in head.chunks():
             here = rows[take]
             head.load(take)
-            found = _logits.finish("cpu", head.statistics())
+            found = _logits.finish(backend, head.statistics())
             state[:, take] = torch.stack([found.lse, found.entropy, found.sum_p2])
             log_probs.view(-1)[here] = found.log_prob.to(torch.float32)
             if entropy is not None:
                 entropy.view(-1)[here] = found.entropy.to(torch.float32)
             output, *gradients = self._loss_and_gradients(log_probs, entropy)
             flows = torch.zeros_like(take, dtype=torch.bool)
-            for gradient, kept in zip(gradients, upstream, strict=False):
-                assert kept is not None
-                kept[take] = gradient.view(-1)[here]
-                flows |= kept[take] != 0
-            head.keep(flows)
+            for gradient, of_rows in zip(gradients, kept, strict=True):
+                of_rows[take] = gradient.view(-1)[here]
+                flows |= of_rows[take] != 0
+            if waits:
+                head.keep(flows)
+            else:
+                head.silence(flows)
             if head.count:
                 head.backward(state, upstream, sums)
         return sums, self.loss_of(log_probs, entropy) if output is None else output
@@ -116,7 +123,7 @@ class _OnePass(torch.autograd.Function):
         sums, ctx.gradients = ctx.gradients, None
         if sums is None:
             sums, _ = ctx.work.run(ctx.needs_input_grad[:3])
-        return (*sums.finished(hidden, weight, float(grad_loss)), None, None, None)
+        return (*sums.finished(hidden, weight, grad_loss), None, None, None)
 
 
 # ---- the public op ---------------------------------------------------------------------------------------------------
@@ -128,7 +135,7 @@ def linear_policy_loss(
     labels: Tensor,
     old_log_probs: Tensor | None,
     advantages: Tensor | SegmentTable,
-    mask: Tensor,
+    mask: Tensor | TokenIndex,
     *,
     config: str | LossConfig = "ppo",
     bias: Tensor | None = None,
@@ -161,7 +168,8 @@ def linear_policy_loss(
 
     Args:
         hidden, weight, labels: as in `linear_log_probs`.
-        old_log_probs, advantages, mask, config: as in `policy_loss`.
+        old_log_probs, advantages, mask, config: as in `policy_loss`. The mask may be a `fastadv.token_index` of it and
+            of `weights`, as in `linear_log_probs`; without one the host waits for a GPU once a chunk.
         bias, temperature, softcap, vocab_start, vocab_group, chunk_tokens, deterministic: as in `linear_log_probs`.
         cu_seqlens, turn_ids, rollout_log_probs, ref_log_probs: as in `policy_loss`.
         weights, is_weights, selected, row_tokens, denominator, reduction: as in `policy_loss`; a token with weight 0 is
@@ -185,19 +193,25 @@ def linear_policy_loss(
 
     def loss_of(log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
         return policy_loss(
-            log_probs, old_log_probs, advantages, mask, config=config, cu_seqlens=cu_seqlens, turn_ids=turn_ids,
+            log_probs, old_log_probs, advantages, counted, config=config, cu_seqlens=cu_seqlens, turn_ids=turn_ids,
             rollout_log_probs=rollout_log_probs, ref_log_probs=ref_log_probs, entropy=entropy, weights=weights,
             is_weights=is_weights, selected=selected, row_tokens=row_tokens, denominator=denominator,
             reduction=reduction, backend=loss_backend,
         )  # fmt: skip
 
     validation.tensor(op, "labels", labels)
-    validation.tensor(op, "mask", mask, shape=tuple(labels.shape))
-    validation.mask_values(op, "mask", mask)
+    read: Tensor | TokenIndex
+    if isinstance(mask, TokenIndex):
+        mask.check_layout(op, tuple(labels.shape), labels.device)
+        counted, read, unread = mask.mask, mask, _unread(op, mask, labels, weights, cu_seqlens)
+    else:
+        validation.tensor(op, "mask", mask, shape=tuple(labels.shape))
+        validation.mask_values(op, "mask", mask)
+        counted, read, unread = mask, _weighted(op, mask, labels, weights, cu_seqlens), None
     given = arguments(
-        op, hidden, weight, labels, bias=bias, mask=_weighted(op, mask, labels, weights, cu_seqlens),
-        temperature=temperature, softcap=softcap, ignore_index=None, vocab_start=vocab_start, vocab_group=vocab_group,
-        chunk_tokens=chunk_tokens, deterministic=deterministic, backend=backend,
+        op, hidden, weight, labels, bias=bias, mask=read, temperature=temperature, softcap=softcap, ignore_index=None,
+        vocab_start=vocab_start, vocab_group=vocab_group, chunk_tokens=chunk_tokens, deterministic=deterministic,
+        backend=backend,
     )  # fmt: skip
     one_pass = (
         given.backend != "reference" and reduction == "loss" and by_token(config, old_log_probs) and vocab_group is None
@@ -205,23 +219,37 @@ def linear_policy_loss(
     )  # fmt: skip
     if not one_pass:
         log_probs, entropy, _ = log_probs_of(given)
+        if unread is not None:
+            log_probs = log_probs.masked_fill(unread, torch.nan)
         return loss_of(log_probs, entropy if wants_entropy else None)
     with torch.no_grad():  # whatever policy_loss refuses, it refuses before the products
-        nothing = torch.zeros(labels.shape)
+        nothing = torch.zeros(labels.shape, device=labels.device)
         loss_of(nothing, nothing if wants_entropy else None)
     found: list[LossOutput] = []
     table = [advantages.values, advantages.segments.offsets] if isinstance(advantages, SegmentTable) else [advantages]
-    others = [*given.inputs, old_log_probs, *table, mask, weights, is_weights, rollout_log_probs, ref_log_probs]
-    loss = _OnePass.apply(*given.layer, OnePass(given, loss_of, wants_entropy), others, found)  # type: ignore[no-untyped-call]
+    others = [*given.inputs, old_log_probs, *table, counted, weights, is_weights, rollout_log_probs, ref_log_probs]
+    loss = _OnePass.apply(*given.layer, OnePass(given, loss_of, wants_entropy, unread), others, found)  # type: ignore[no-untyped-call]
     return found[0]._replace(loss=loss)
 
 
 def _weighted(op: str, mask: Tensor, labels: Tensor, weights: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Tokens that count and have a weight other than 0."""
+    """Tokens that count and have a weight other than 0. Weights of a wrong shape are for `policy_loss` to refuse."""
     on = mask != 0
-    if not isinstance(weights, Tensor):
-        return on
-    rows = Rows.of(op, "labels", labels, cu_seqlens)
-    if weights.shape == rows.shape:
-        return on & (weights != 0)
-    return on & rows.spread(weights != 0) if tuple(weights.shape) == (rows.count,) else on
+    return weighted(on, weights, Rows.of(op, "labels", labels, cu_seqlens)) if isinstance(weights, Tensor) else on
+
+
+def _unread(
+    op: str, index: TokenIndex, labels: Tensor, weights: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor | None:
+    """Tokens that the loss counts and the index does not. Raises ValueError if there are any, where values are read."""
+    if index.reads is index.mask:
+        return None
+    unread = _weighted(op, index.mask, labels, weights, cu_seqlens) & ~index.reads
+    if validation.reads_values(unread):
+        if bool(unread.any()):
+            raise ValueError(
+                f"{op}: weights is not 0 at {int(unread.sum())} tokens that the TokenIndex leaves out; build it with "
+                "fastadv.token_index(mask, weights=weights) of the same weights"
+            )
+        return None
+    return unread
