@@ -33,6 +33,13 @@ class TokenIndex:
         validation.tensor(op, "mask", self.mask, dtypes=(torch.bool,))
         validation.tensor(op, "reads", self.reads, shape=tuple(self.mask.shape), dtypes=(torch.bool,))
         validation.index_fields(self, "positions")
+        if validation.reads_values(self.reads, self.positions) and not torch.equal(
+            self.positions, self.reads.reshape(-1).nonzero().flatten()
+        ):
+            raise ValueError(
+                f"{op}: positions are {self.positions.shape[0]} others than the {int(self.reads.sum())} tokens of "
+                "reads. Build it with fastadv.token_index"
+            )
 
     def check_layout(self, op: str, shape: tuple[int, ...], device: torch.device) -> None:
         """Raises ValueError unless the index is of such tokens."""

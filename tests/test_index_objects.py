@@ -53,6 +53,10 @@ BAD = [
     ),
     (fa.Segments, {"turn_ids": TURNS, "cu_seqlens": None, "offsets": CU, "count": 6}, ValueError, r"\[B, T\] without"),
     (fa.Segments, {"turn_ids": TURNS, "cu_seqlens": CU, "offsets": CU, "count": 5}, ValueError, "offsets end at 6"),
+    (fa.TokenIndex, {"mask": TURNS, "reads": TURNS == 0, "positions": CU}, TypeError, "mask has dtype"),
+    (fa.TokenIndex, {"mask": TURNS == 0, "reads": CU == 0, "positions": CU}, ValueError, r"reads has shape \[5\]"),
+    (fa.TokenIndex, {"mask": CU > 2, "reads": CU > 2, "positions": CU[:2]}, ValueError, "2 others than the 3 tokens"),
+    (fa.TokenIndex, {"mask": CU > 2, "reads": CU > 2, "positions": CU.float()}, TypeError, "positions has dtype"),
     (fa.Segments, {"turn_ids": TURNS, "cu_seqlens": CU.float(), "offsets": CU, "count": 6}, TypeError, "cu_seqlens"),
 ]  # fmt: skip
 
