@@ -13,7 +13,7 @@ import test_contracts as contracts
 import test_contracts_torch as torch_contracts
 import test_large
 import torch
-from op_cases import CASES, Case, Inputs, Outputs, Shape
+from op_cases import Case, Inputs, Outputs, Shape
 from torch import Tensor
 
 import fastadv as fa
@@ -173,10 +173,13 @@ CONTRACTS = {
     "opcheck": Contract(opcheck, applies=in_graph),
 }
 
-# Over 2^31 tokens, and over 2^31 numbers of hidden states once those have a kernel.
-LARGE = (test_large.test_policy_loss, test_large.test_turn_ids_and_counts, test_large.test_segment_tokens)
-if any(case.name.startswith("linear") for case in CASES):
-    LARGE += (test_large.test_linear_log_probs,)
+# Over 2^31 tokens, and over 2^31 numbers of hidden states.
+LARGE = (
+    test_large.test_policy_loss,
+    test_large.test_turn_ids_and_counts,
+    test_large.test_segment_tokens,
+    test_large.test_linear_log_probs,
+)
 
 
 def run_large(check: Callable[[str], None], backend: str, device: str, tokens: int) -> None:

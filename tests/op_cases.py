@@ -155,7 +155,7 @@ def linear_log_probs(backend: str, **inputs: Any) -> Outputs:
 
 
 def linear_log_probs_moments(backend: str, **inputs: Any) -> Outputs:
-    weight = (torch.arange(19 * 5) % 7 - 3).view(19, 5).to(inputs["hidden"].dtype) / 2
+    weight = (torch.arange(19 * 5) % 7 - 3).view(19, 5).to(inputs["hidden"]) / 2
     options = {**MOMENTS, "softcap": 10.0, "ignore_index": 2, "chunk_tokens": 100, "deterministic": True}
     out = fa.linear_log_probs(**inputs, weight=weight, **options, backend=backend)
     return {"loss": out.log_probs - 0.01 * out.entropy + 0.1 * out.sum_p2, "entropy": out.entropy, "sum_p2": out.sum_p2}

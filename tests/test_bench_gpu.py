@@ -27,7 +27,7 @@ def installed(peer: Peer) -> bool:
 
 @EVERY
 def test_a_case_gives_the_right_answer(case: Case) -> None:
-    work = case.work("cpu", case.small_backend, small=True)
+    work = case.work("cpu", "triton", small=True)
     found = work.ours()
     wrong = tuple(1.1 * part for part in found) if isinstance(found, tuple) else 1.1 * found
     assert work.error(found) < case.tolerance < work.error(wrong)
@@ -44,7 +44,7 @@ def test_a_case_gives_the_right_answer(case: Case) -> None:
 def test_peers_give_the_right_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Called as on a card: Liger's kernels run in Triton's interpreter, and what only a card runs is named."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    work = case.work("cpu", case.small_backend, small=True)
+    work = case.work("cpu", "triton", small=True)
     for peer in work.peers:
         if peer.name not in NEED_A_CARD:
             assert work.error(peer.make()()) < 1e-2, peer.name
@@ -77,7 +77,7 @@ def test_peers_that_need_a_card_are_called_as_they_are_written(monkeypatch: pyte
     stand_in(monkeypatch, "verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=verl)
     called = []
     for case in CASES:
-        work = case.work("cpu", case.small_backend, small=True) if case.tolerance == 1e-2 else None
+        work = case.work("cpu", "triton", small=True) if case.tolerance == 1e-2 else None
         for peer in work.peers if work else ():
             if peer.name in NEED_A_CARD:
                 called.append(peer.name)
@@ -171,7 +171,7 @@ def test_ours_may_fail_and_peers_are_measured() -> None:
 @pytest.mark.usefixtures("fake_cuda")
 def test_a_case_is_measured_and_written(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ROUNDS", 2)
-    rows = gpu.measure(case, device="cpu", backend=case.small_backend, small=True, peers=False)
+    rows = gpu.measure(case, device="cpu", backend="triton", small=True, peers=False)
     assert [row.failure for row in rows] == ["", ""]
     document = {"machine": FACTS, "seconds": 1.0, "states": [], "rows": [asdict(row) for row in rows]}
     assert f"| {case.name} | fastadv | 1000.0 | 1000.0 | 1000.0 |" in gpu_page.measured(document)

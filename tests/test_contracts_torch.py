@@ -35,6 +35,8 @@ def with_index_objects(case: Case) -> dict[str, Any]:
         inputs["group_ids"] = fa.group_index(inputs["group_ids"])
     if "turn_ids" in inputs:
         inputs["turn_ids"] = fa.segments(inputs["turn_ids"], inputs.pop("cu_seqlens"))
+    if "hidden" in inputs:
+        inputs["mask"] = fa.token_index(inputs["mask"])
     return inputs
 
 
@@ -42,7 +44,7 @@ def without_values(value: Any, mode: FakeTensorMode) -> Any:
     """A tensor that has a shape and no values, like one whose kernel has not run yet, whatever holds it."""
     if isinstance(value, Tensor):
         return mode.from_tensor(value)
-    if isinstance(value, (fa.SegmentTable, fa.Segments, fa.GroupIndex)):
+    if isinstance(value, (fa.SegmentTable, fa.Segments, fa.GroupIndex, fa.TokenIndex)):
         return type(value)(**{name: without_values(part, mode) for name, part in vars(value).items()})
     return value
 

@@ -86,7 +86,7 @@ def test_segment_tokens(backend: str) -> None:
 def test_linear_log_probs(backend: str) -> None:
     """Hidden states of over 2^31 elements; the tokens that count lie on both sides of 2^31."""
     size, counted = 1024, 300
-    tokens = 2**31 // size + counted // 2
+    tokens = max(TOKENS // size, counted // 2) + counted // 2
     hidden, mask = torch.zeros((tokens, size), dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.bool)
     hidden[-counted:] = torch.randn(counted, size).to(torch.bfloat16)
     mask[-counted:] = True
