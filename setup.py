@@ -1,10 +1,21 @@
-"""Builds the CPU kernels: one extension per instruction set, all from the same sources, none linked with torch.
+"""Builds the kernels: one extension per instruction set of the CPU, and one for CUDA where nvcc is. None is linked with
+torch.
 
-`fastadv/native.py` imports the best one that the processor runs. A machine without a compiler gets a package that works
-on the `reference` backend and says so when it is used.
+`fastadv/native.py` imports the best of the first that the processor runs, `fastadv/cuda.py` the last. A machine without
+a compiler gets a package that works on the `reference` backend and says so when it is used.
+
+    FASTADV_CUDA        auto (default): build for CUDA if nvcc is there; 1: fail if that fails; 0: don't
+    FASTADV_CUDA_ARCHS  compute capabilities, "80;90a;100" by default; the last one's PTX is for what comes later
+
+nvcc is taken from CUDA_HOME, or from the path. No GPU is needed to build.
 """
 
+import os
 import platform
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
@@ -40,14 +51,105 @@ if platform.machine() in ("x86_64", "AMD64"):
     ]
 
 
+CUDA = os.environ.get("FASTADV_CUDA", "auto")
+CUDA_ARCHS = os.environ.get("FASTADV_CUDA_ARCHS", "80;90a;100")
+CUDA_SOURCES = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
+CUDA_HEADERS = sorted(str(path) for folder in ("cuda", "include/fastadv") for path in Path("csrc", folder).glob("*.h"))
+# A product and a sum are one rounding only where the source says so. A spilled register is a fault.
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fmad=false",
+    "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage",
+    "-Werror=all-warnings",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Icsrc",
+    "-Icsrc/include",
+]
+
+
+PLANNED = {"I": "#$ INCLUDES=", "L": "#$ LIBRARIES="}  # lines of what nvcc says that it would do
+
+
+def nvcc():
+    """Path of the compiler, or None."""
+    home = os.environ.get("CUDA_HOME")
+    inside = Path(home or "", "bin", "nvcc")
+    return str(inside) if home and inside.exists() else shutil.which("nvcc")
+
+
+def nvcc_folders(compiler, option):
+    """Folders of CUDA's headers (I) or libraries (L), as nvcc itself would pass them on."""
+    plan = subprocess.run([compiler, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    found = [shlex.split(line.split("=", 1)[1]) for line in plan.splitlines() if line.startswith(PLANNED[option])]
+    return [str(Path(word.removeprefix(f"-{option}")).resolve()) for words in found for word in words]
+
+
+def generated_code(compiler):
+    """nvcc's options for the architectures that were asked for; of the default ones, for those that it knows."""
+    known = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    archs = [arch for arch in CUDA_ARCHS.replace(",", ";").split(";") if arch.strip()]
+    if "FASTADV_CUDA_ARCHS" not in os.environ:
+        archs = [arch for arch in archs if f"compute_{arch.rstrip('a')}" in known]
+    if not archs:
+        raise RuntimeError(f"FASTADV_CUDA_ARCHS is {CUDA_ARCHS!r}; pass compute capabilities such as '80;90a'")
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return [*codes, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+
+
 class BuildExtensions(build_ext):
     def build_extension(self, ext):
+        if ext.name == "fastadv._cuda":
+            self.build_cuda(ext)
+            return
         # The extensions share sources: each needs its own folder for objects.
         shared, self.build_temp = self.build_temp, str(Path(self.build_temp) / ext.name)
         try:
             super().build_extension(ext)
         finally:
             self.build_temp = shared
+
+    def build_cuda(self, ext):
+        """Compiles the kernels with nvcc, one core a file, and links the bindings with them and CUDA's runtime."""
+        compiler = nvcc()
+        if compiler is None:
+            raise RuntimeError("FASTADV_CUDA is 1, but there is no nvcc in CUDA_HOME or on the path")
+        folder = Path(self.build_temp) / ext.name
+        folder.mkdir(parents=True, exist_ok=True)
+        codes = generated_code(compiler)
+
+        def compiled(source):
+            target = folder / f"{Path(source).stem}.o"
+            subprocess.run([compiler, *NVCC_FLAGS, *codes, "-c", source, "-o", str(target)], check=True)
+            return str(target)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            ext.extra_objects = list(pool.map(compiled, CUDA_SOURCES))
+        ext.include_dirs += nvcc_folders(compiler, "I")
+        ext.library_dirs += nvcc_folders(compiler, "L")
+        super().build_extension(ext)
+
+
+def cuda_extensions():
+    """The extension for CUDA, where it is to be built."""
+    if CUDA not in ("auto", "0", "1"):
+        raise RuntimeError(f"FASTADV_CUDA is {CUDA!r}; it must be auto, 0 or 1")
+    if CUDA == "0" or (CUDA == "auto" and nvcc() is None):
+        reason = "FASTADV_CUDA is 0" if CUDA == "0" else "there is no nvcc in CUDA_HOME or on the path"
+        print(f"fastadv: no CUDA kernels are built: {reason}")
+        return []
+    return [
+        Pybind11Extension(
+            "fastadv._cuda",
+            ["csrc/bindings_cuda.cpp"],
+            depends=[*CUDA_SOURCES, *CUDA_HEADERS],
+            include_dirs=["csrc", "csrc/include"],
+            libraries=["cudart_static", "rt", "dl", "pthread"],
+            extra_compile_args=FLAGS,
+            cxx_std=17,
+            optional=CUDA == "auto",
+        )
+    ]
 
 
 ParallelCompile(default=0).install()  # one compiler a core
@@ -59,7 +161,8 @@ setup(
         "fastadv.integrations": "integrations",
     },
     cmdclass={"build_ext": BuildExtensions},
-    ext_modules=[
+    ext_modules=cuda_extensions()
+    + [
         Pybind11Extension(
             f"fastadv._cpu_{name}",
             SOURCES,

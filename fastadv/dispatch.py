@@ -1,5 +1,5 @@
-"""Which implementation of an op runs: `reference` (PyTorch), `cpu` (C++) or `triton`, by name, by environment or by
-`auto`.
+"""Which implementation of an op runs: `reference` (PyTorch), `cpu` (C++), `triton` or `cuda`; by name, by environment
+or by `auto`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import warnings
 import torch
 from torch import Tensor
 
-from fastadv import native, validation
+from fastadv import cuda, native, validation
 from fastadv._graphs import constant_in_graphs
 
-NAMES = ("reference", "cpu", "triton")
-WITH_KERNELS = ("cpu", "triton")  # by device at most one of them is what "auto" means
+NAMES = ("reference", "cpu", "triton", "cuda")
+WITH_KERNELS = ("cpu", "triton", "cuda")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # unless an op says otherwise
 _last = threading.local()
 
@@ -89,6 +89,8 @@ def _fastest(
 ) -> str:
     """What "auto" means on a device. An interpreter is never it."""
     name = "cpu" if device.type == "cpu" else "triton"
+    if device.type == "cuda" and "cuda" in kernels and _why_not("cuda") is None:
+        name = "cuda"  # its launches cost the host less
     if name not in kernels or _unsuited(name, device, tensors, dtypes) or _missing(op, name):
         return "reference"
     return name
@@ -102,6 +104,8 @@ def _unsuited(
         return "torch.func's transforms (grad, vmap, jvp) do not see into its kernels; use backend='reference'"
     if name == "cpu" and device.type != "cpu":
         return f"it takes CPU tensors, not {device.type}; use backend='triton' or 'reference'"
+    if name == "cuda" and device.type != cuda.module().device_type():
+        return f"it takes CUDA tensors, not {device.type}; move them (.cuda()), or use another backend"
     if name == "triton" and device.type != "cuda" and not (device.type == "cpu" and interpreting()):
         return f"it takes CUDA tensors, not {device.type}; move them (.cuda()), or use another backend"
     for t in tensors:
@@ -127,7 +131,7 @@ def _why_not(name: str) -> str | None:
     if name == "reference":
         return None
     if name not in _load_errors:
-        _load_errors[name] = _cpu_error() if name == "cpu" else _triton_error()
+        _load_errors[name] = {"cpu": _cpu_error, "triton": _triton_error, "cuda": _cuda_error}[name]()
     return _load_errors[name] or None
 
 
@@ -149,6 +153,16 @@ def _triton_error() -> str:
             "torch sees no CUDA device; run it where there is one. To try a kernel without, slowly, start Python with "
             "TRITON_INTERPRET=1, which runs it on CPU tensors"
         )
+    return ""
+
+
+def _cuda_error() -> str:
+    try:
+        kernels = cuda.module()
+    except ImportError as error:
+        return f"its extension does not load ({error}); install fastadv where nvcc is, with FASTADV_CUDA=1"
+    if kernels.device_type() == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device; run it where there is one"
     return ""
 
 

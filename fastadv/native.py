@@ -102,6 +102,19 @@ def address(t: Tensor | None) -> int:
     return start(t)
 
 
+FRACTIONAL = 2  # in a mask's bytes, beside 0 and 1: not a whole number
+
+
+def mask_bytes(mask: Tensor) -> Tensor:
+    """A mask as kernels on a GPU read it, contiguous uint8: 0, 1, or FRACTIONAL. A bool mask is not copied."""
+    if mask.dtype == torch.bool:
+        return mask.contiguous().view(torch.uint8)
+    on = (mask != 0).to(torch.uint8)
+    if mask.is_floating_point():
+        on += mask.frac() != 0  # also of NaN and inf, whose fraction is NaN
+    return on.contiguous()
+
+
 def as_mask(mask: Tensor) -> Tensor:
     """The mask in a type that the kernels read; rare types become bool, or float32 where a kernel has to refuse what
     is not whole."""

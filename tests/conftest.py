@@ -1,4 +1,5 @@
 import importlib.abc
+import importlib.util
 import os
 import sys
 
@@ -24,10 +25,21 @@ class _StrictKernels(importlib.abc.MetaPathFinder):
         return None  # those that come next find the module
 
 
+class _EmulatedKernels(importlib.abc.MetaPathFinder):
+    """Whatever imports the CUDA kernels first gets them compiled for the CPU, on whose tensors they then run."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "fastadv._cuda":
+            return None
+        import cuda_kernels
+
+        return importlib.util.spec_from_file_location(name, cuda_kernels.emulated())
+
+
 # Triton kernels run in Triton's interpreter, but for `make gpu`, which says 0. Triton looks at this when a kernel is
 # defined, so it is set before anything imports triton. Subprocesses of tests inherit it, but not the checks.
 if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
-    sys.meta_path.insert(0, _StrictKernels())
+    sys.meta_path[:0] = [_StrictKernels(), _EmulatedKernels()]
 
 
 @pytest.fixture(autouse=True)

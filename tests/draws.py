@@ -16,6 +16,7 @@ NATIVE = tuple(name for name in BACKENDS if name != "reference")
 INTERPRETED = (
     "triton",
 )  # on CPU tensors, in an interpreter that takes 0.1 ms an operation: the contracts, not every test
+EMULATED = ("cuda",)  # on CPU tensors too, compiled for the CPU
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30, -3e38)
 
 Inputs = dict[str, Any]

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import cuda_kernels
 import pytest
 import torch
-from draws import BACKENDS, GARBAGE, INTERPRETED, NATIVE, Case, Draw, Inputs, Outputs, Shape, float64, where_masked
+from draws import (
+    BACKENDS,
+    EMULATED,
+    GARBAGE,
+    INTERPRETED,
+    NATIVE,
+    Case,
+    Draw,
+    Inputs,
+    Outputs,
+    Shape,
+    float64,
+    where_masked,
+)
 from loss_cases import LOSS_CASES, LOSSES_WITHOUT_KERNEL, PPO, settled
 from torch import Tensor
 
@@ -16,6 +30,7 @@ import fastadv as fa
 __all__ = [
     "BACKENDS",
     "CASES",
+    "EMULATED",
     "GARBAGE",
     "INTERPRETED",
     "NATIVE",
@@ -287,6 +302,9 @@ QUICK = (
 )  # fmt: skip
 
 
+NEEDS_EMULATION = pytest.mark.skipif(cuda_kernels.missing() is not None, reason=str(cuda_kernels.missing()))
+
+
 def parametrize(pairs: Iterable[tuple[Case, str]], *, interpreted: bool = False) -> pytest.MarkDecorator:
     """A test over cases and backends. What is interpreted is slow, unless it is said to be quick enough."""
     params = [
@@ -294,11 +312,17 @@ def parametrize(pairs: Iterable[tuple[Case, str]], *, interpreted: bool = False)
             case,
             backend,
             id=f"{case.name}-{backend}",
-            marks=[pytest.mark.slow] if backend in INTERPRETED and not (interpreted and case.name in QUICK) else [],
+            marks=_marks(case, backend, interpreted),
         )
         for case, backend in pairs
     ]
     return pytest.mark.parametrize(("case", "backend"), params)
+
+
+def _marks(case: Case, backend: str, interpreted: bool) -> list[pytest.MarkDecorator]:
+    if backend in EMULATED:
+        return [NEEDS_EMULATION]
+    return [pytest.mark.slow] if backend in INTERPRETED and not (interpreted and case.name in QUICK) else []
 
 
 # What has no kernel, or is made of PyTorch: the contracts hold on the reference.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import BACKENDS, CASES, INTERPRETED, NATIVE, Case, Shape, parametrize
+from op_cases import BACKENDS, CASES, EMULATED, INTERPRETED, NATIVE, Case, Shape, parametrize
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -22,9 +22,9 @@ ON = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def in_graph(*backends: str) -> pytest.MarkDecorator:
-    """Parametrises over the cases that a graph may hold, on these backends and in Triton's interpreter."""
+    """Parametrises over the cases that a graph may hold, on these backends and on those that run without a GPU."""
     pairs = [(case, backend) for case in IN_GRAPH for backend in backends]
-    pairs += [(case, backend) for case in CASES if case in IN_GRAPH for backend in INTERPRETED]
+    pairs += [(case, backend) for case in CASES if case in IN_GRAPH for backend in (*INTERPRETED, *EMULATED)]
     return parametrize(pairs, interpreted=True)
 
 

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from fastadv import native
+from fastadv.native import FRACTIONAL, mask_bytes
 
-FRACTIONAL = 2  # in a mask's bytes, beside 0 and 1: not a whole number
 ALIGNMENT = 16  # bytes: of pointers for which the compiler uses 128-bit loads
+
+
+__all__ = ["ALIGNMENT", "FRACTIONAL", "Configuration", "blocks", "launch", "mask_bytes", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,3 @@ def blocks(tokens: int, block: int) -> int:
 def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """An empty tensor that stands for one that is absent: made once, not for each launch."""
     return torch.empty(0, device=device, dtype=dtype)
-
-
-def mask_bytes(mask: Tensor) -> Tensor:
-    """A mask as kernels read it, contiguous uint8: 0, 1, or FRACTIONAL. A bool mask is not copied."""
-    if mask.dtype == torch.bool:
-        return mask.contiguous().view(torch.uint8)
-    on = (mask != 0).to(torch.uint8)
-    if mask.is_floating_point():
-        on += mask.frac() != 0  # also of NaN and inf, whose fraction is NaN
-    return on.contiguous()

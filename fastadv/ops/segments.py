@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastadv import dispatch, native, validation
+from fastadv import cuda, dispatch, native, validation
 from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import segments as reference
@@ -32,8 +32,26 @@ def _cpu(
     return faults
 
 
+def _cuda(
+    values: Tensor, offsets: Tensor, turn_ids: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None, tokens: Tensor
+) -> int:
+    turn_ids, mask = turn_ids.contiguous(), None if mask is None else native.mask_bytes(mask)
+    cuda.module().segment_tokens(
+        *cuda.place(values),
+        native.rows(Rows.trusted(turn_ids, cu_seqlens)),
+        values.dtype == torch.float64,
+        native.address(values),
+        native.address(offsets),
+        native.DTYPES[turn_ids.dtype],
+        native.address(turn_ids),
+        native.address(mask),
+        native.address(tokens),
+    )
+    return 0
+
+
 # Writes `tokens`, contiguous, like turn_ids, in the dtype of `values`.
-SEGMENT_TOKENS = Kernel("segment_tokens", cpu=_cpu, triton="segments")
+SEGMENT_TOKENS = Kernel("segment_tokens", cpu=_cpu, triton="segments", cuda=_cuda)
 
 
 def _fake(
