@@ -163,8 +163,8 @@ def compile_configuration(configuration: Any, target: int = TARGET) -> tuple[Any
     return kernel, hits == [True]
 
 
-def _tool(*arguments: str | Path) -> str:
-    """Runs cuobjdump, which Triton brings along."""
+def cuobjdump(*arguments: str | Path) -> str:
+    """What NVIDIA's cuobjdump, which Triton brings along, says."""
     path = Path(str(importlib.import_module("triton").__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
 
@@ -176,10 +176,11 @@ def disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
     binary, text = stem.with_suffix(f".{os.getpid()}.cubin"), stem.with_suffix(".sass")
     binary.write_bytes(cubin)
     try:
-        resources = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", _tool("-res-usage", binary))}
+        used = cuobjdump("-res-usage", binary)
+        resources = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", used)}
         if not text.exists():
             unfinished = binary.with_suffix(".sass")
-            unfinished.write_text(_tool("-sass", binary))
+            unfinished.write_text(cuobjdump("-sass", binary))
             unfinished.replace(text)
     finally:
         binary.unlink()

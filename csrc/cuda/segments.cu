@@ -11,15 +11,6 @@ constexpr int kThreads = 256;
 constexpr int kTokens = 8;  // of a thread: neighbours
 constexpr int kBlock = kThreads * kTokens;
 
-// A turn that the table lacks, and a fraction in the mask, give NaN.
-template <class T, class Id>
-__device__ T look_up(const T* table, const int64_t* offsets, int64_t row, Id turn, uint8_t on) {
-  if (on == kFractional) return T(NAN);
-  if (!on || turn < 0) return T(0);
-  const int64_t first = offsets[row], turns = offsets[row + 1] - first;
-  return turn < turns ? table[first + turn] : T(NAN);
-}
-
 template <class T, class Id, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
 segment_tokens_kernel(Rows rows, const T* __restrict__ table, const int64_t* __restrict__ offsets,
@@ -41,12 +32,21 @@ segment_tokens_kernel(Rows rows, const T* __restrict__ table, const int64_t* __r
   // All threads search for the row of the block's first token, which the cache then holds; most blocks lie in one row.
   int64_t row = rows.row_of(block);
   if (start >= rows.end(row)) row = rows.row_of(start, row, rows.count - 1);
-  int64_t end = rows.end(row);
+  int64_t end = rows.end(row), first = offsets[row], turn_count = offsets[row + 1] - first;
   Vector<T, kTokens> out;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
-    while (start + i >= end && row + 1 < rows.count) end = rows.end(++row);
-    out.values[i] = look_up(table, offsets, row, turns.values[i], on.values[i]);
+    if (start + i >= end && row + 1 < rows.count) {
+      do end = rows.end(++row);
+      while (start + i >= end && row + 1 < rows.count);
+      first = offsets[row];
+      turn_count = offsets[row + 1] - first;
+    }
+    const Id turn = turns.values[i];
+    const bool in_turn = on.values[i] && turn >= 0;
+    // A turn that the table lacks, and a fraction in the mask, give NaN.
+    const bool bad = on.values[i] == kFractional || (in_turn && turn >= turn_count);
+    out.values[i] = bad ? T(NAN) : in_turn ? table[first + turn] : T(0);
   }
   if (whole) {
     store_vector(tokens + start, out);
