@@ -1,7 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.h)
+SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/*/*/*.h)
 
 .PHONY: test test-all peers sanitize replay bench profile gpu compiled lint format clean
 

@@ -147,8 +147,8 @@ PAGE = """# CUDA kernels as compiled
 Written by `{command}`; change the kernels, not this page. **Nothing here was measured on a GPU.**
 
 The machine code for sm_90a (H100, H200) in the extension that `setup.py` builds, made by nvcc {nvcc} on a machine
-without a GPU and taken apart with `cuobjdump`. The numbers hold for this version only. They tell what a kernel asks of a
-multiprocessor, not how long it runs.
+without a GPU and taken apart with `cuobjdump`. The numbers hold for this version only. They tell what a kernel asks of
+a multiprocessor, not how long it runs.
 
 `tests/test_cuda_code.py` sees to it that no kernel spills registers or uses local memory, none adds floats atomically,
 every address has 64 bits, and kernels that stream, over tokens or logits (**s**), have loads and stores of 16 bytes and

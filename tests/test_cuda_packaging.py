@@ -1,0 +1,102 @@
+"""The CUDA extension as it is built and loaded: it needs neither a GPU, a driver nor CUDA, and says what is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_packaging import python
+
+import fastadv as fa
+from bench import cuda_code
+
+EXTENSION = cuda_code.extension()
+BUILT = pytest.mark.skipif(EXTENSION is None, reason="fastadv._cuda is not built: no nvcc, or FASTADV_CUDA is 0")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is missing")
+ROOT = Path(fa.__file__).parent.parent
+
+ASK = """
+import torch, fastadv as fa
+print(fa.backends()["cuda"])
+index = fa.segments(torch.tensor([0, 1, -1], dtype=torch.int32))
+fa.segment_tokens(fa.SegmentTable(torch.tensor([3.0, 4.0]), index), backend="cuda")
+"""
+
+
+@BUILT
+@NO_GPU
+def test_without_a_gpu_it_loads_and_says_so() -> None:
+    run = python(ASK)
+    reason = "torch sees no CUDA device; run it where there is one"
+    assert run.stdout.strip() == reason, run.stderr
+    assert f"BackendUnavailableError: segment_tokens: backend 'cuda' cannot run: {reason}" in run.stderr
+
+
+@BUILT
+@NO_GPU
+def test_a_launch_that_fails_names_the_op_and_the_cause() -> None:
+    """Past all checks, as on a machine whose driver is missing or too old."""
+    run = python("from fastadv import cuda; cuda.module().segment_tokens(0, 0, (1, 8, 8, 0), False, 0, 0, 4, 0, 0, 0)")
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("RuntimeError: segment_tokens: cudaError"), run.stderr
+    assert "InsufficientDriver" in last or "NoDevice" in last
+
+
+@BUILT
+def test_it_is_linked_with_nothing_of_cuda_or_torch() -> None:
+    linked = subprocess.run(["ldd", str(EXTENSION)], capture_output=True, text=True, check=True).stdout
+    libraries = {line.split()[0].split(".so")[0] for line in linked.splitlines()}
+    assert libraries <= {"linux-vdso", "libstdc++", "libgcc_s", "libc", "libm", "/lib64/ld-linux-x86-64", "libpthread",
+                         "librt", "libdl"}  # fmt: skip
+
+
+def test_where_it_was_not_built_the_message_says_how() -> None:
+    broken = """
+import sys, importlib.abc
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "fastadv._cuda":
+            raise ImportError("No module named 'fastadv._cuda'")
+sys.meta_path.insert(0, Broken())
+"""
+    run = python(broken + ASK)
+    reason = "its extension does not load (No module named 'fastadv._cuda'); install fastadv where nvcc is, with"
+    assert run.stdout.startswith(f"{reason} FASTADV_CUDA=1"), run.stderr
+    assert f"segment_tokens: backend 'cuda' cannot run: {reason}" in run.stderr
+
+
+def setup(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("pybind11", reason="setup.py needs it")
+    return subprocess.run(
+        [sys.executable, "setup.py", *command],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment}, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"FASTADV_CUDA": "0"}, "fastadv: no CUDA kernels are built: FASTADV_CUDA is 0"),
+        (
+            {"FASTADV_CUDA": "auto", "CUDA_HOME": "", "PATH": "/usr/bin:/bin"},
+            "fastadv: no CUDA kernels are built: there is no nvcc in CUDA_HOME or on the path",
+        ),
+        ({"FASTADV_CUDA": "yes"}, "FASTADV_CUDA is 'yes'; it must be auto, 0 or 1"),
+    ],
+    ids=["0", "no nvcc", "yes"],
+)
+def test_setup_says_what_it_does(environment: dict[str, str], message: str) -> None:
+    run = setup("--name", **environment)
+    assert message in run.stdout + run.stderr
+    assert (run.returncode == 0) == (environment["FASTADV_CUDA"] != "yes")
+
+
+def test_a_build_that_was_asked_for_and_cannot_be_fails(tmp_path: Path) -> None:
+    build = ("--quiet", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path))
+    run = setup(*build, FASTADV_CUDA="1", CUDA_HOME="", PATH="/usr/bin:/bin")
+    assert run.returncode
+    assert "FASTADV_CUDA is 1, but there is no nvcc in CUDA_HOME or on the path" in run.stderr
