@@ -57,6 +57,7 @@ WHOLE, SPLIT, MERGE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 STATISTICS, LOG_PROB, RESULTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what it writes
 # Fewer rows than this are split: three programs for each of the 132 processors of an H100. A part leaves 4 KiB.
 ROWS_TO_SPLIT = 384
+REGISTERS = 88  # of a thread, with a softcap: without a limit said, ptxas spills some on sm_100 for occupancy
 ROWS = 128  # of a program that merges statistics
 
 
@@ -413,6 +414,7 @@ def _launch_sums(
             constants,
             num_warps=NUM_WARPS,
             fp_fusion=False,  # the same bits in every form, see above
+            registers=REGISTERS if constants["CAPPED"] else None,
         )
     return 0
 
@@ -478,7 +480,8 @@ def configurations() -> Iterator[Configuration]:
         for neighbours in (ALIGNMENT // dtype.itemsize, 1):
             for moments, capped in ((False, False), (True, False), (True, True)):
                 constants = (("NEIGHBOURS", neighbours), ("MOMENTS", moments), ("CAPPED", capped))
-                yield Configuration(row_sums_kernel, signature, constants, (), NUM_WARPS)
+                registers = REGISTERS if capped else None
+                yield Configuration(row_sums_kernel, signature, constants, (), NUM_WARPS, registers=registers)
     yield Configuration(finish_statistics_kernel, FINISH, (("ROWS", ROWS),), ())
     yield from _logits_gradient.configurations()
 
