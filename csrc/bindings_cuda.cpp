@@ -34,6 +34,111 @@ void py_segment_tokens(int device, uintptr_t stream, const py::tuple& rows, bool
 
 // ---- advantages
 
+void py_turn_ids_from_mask(int device, uintptr_t stream, const py::tuple& rows, uintptr_t mask, uintptr_t runs, uintptr_t turn_ids) {
+  const Launcher launcher("turn_ids_from_mask", device, stream);
+  turn_ids_from_mask(launcher, rows_of(rows), pointer<const uint8_t>(mask), pointer<int32_t>(runs), pointer<int32_t>(turn_ids));
+}
+
+void py_turn_counts(int device, uintptr_t stream, const py::tuple& rows, int ids, uintptr_t turn_ids, uintptr_t counts) {
+  turn_counts(Launcher("segments", device, stream), rows_of(rows), DType(ids), pointer<const void>(turn_ids), pointer<int64_t>(counts));
+}
+
+void py_token_counts(int device, uintptr_t stream, const py::tuple& rows, uintptr_t mask, uintptr_t counts) {
+  token_counts(Launcher("token_counts", device, stream), rows_of(rows), pointer<const uint8_t>(mask), pointer<int64_t>(counts));
+}
+
+RowValues row_values(const py::tuple& t) { return {pointer<const void>(t[0].cast<uintptr_t>()), t[1].cast<int>()}; }
+
+// (rows, groups, addresses of index, order and offsets, rewards and votes as (address, type), address of include, survivors).
+Voters voters_of(const py::tuple& t) {
+  Voters v;
+  v.rows = t[0].cast<int64_t>();
+  v.groups = t[1].cast<int64_t>();
+  v.index = pointer<const int64_t>(t[2].cast<uintptr_t>());
+  v.order = pointer<const int64_t>(t[3].cast<uintptr_t>());
+  v.offsets = pointer<const int64_t>(t[4].cast<uintptr_t>());
+  v.rewards = row_values(t[5]);
+  v.votes = row_values(t[6]);
+  v.include = pointer<const uint8_t>(t[7].cast<uintptr_t>());
+  v.survivors = t[8].cast<bool>();
+  return v;
+}
+
+MomentArrays moment_arrays(const py::tuple& t) {
+  return {pointer<double>(t[0].cast<uintptr_t>()), pointer<double>(t[1].cast<uintptr_t>()), pointer<double>(t[2].cast<uintptr_t>()),
+          pointer<double>(t[3].cast<uintptr_t>()), pointer<int64_t>(t[4].cast<uintptr_t>())};
+}
+
+void py_group_moments(int device, uintptr_t stream, const py::tuple& voters, const py::tuple& out) {
+  group_moments(Launcher("group_moments", device, stream), voters_of(voters), moment_arrays(out));
+}
+
+// `table`: addresses of offsets, counts and sums, and the size of the last two.
+TurnTable turn_table(const py::tuple& t) {
+  return {pointer<const int64_t>(t[0].cast<uintptr_t>()), pointer<double>(t[1].cast<uintptr_t>()),
+          pointer<double>(t[2].cast<uintptr_t>()), t[3].cast<int64_t>()};
+}
+
+void py_turn_moments(int device, uintptr_t stream, const py::tuple& voters, uintptr_t turn_counts, uintptr_t minimum, const py::tuple& table) {
+  turn_moments(Launcher("turn_moments", device, stream), voters_of(voters), pointer<const int64_t>(turn_counts),
+               pointer<const double>(minimum), turn_table(table));
+}
+
+// As `kernel_arguments` of fastadv/ops/group_advantages.py makes them.
+AdvantageInputs advantage_inputs(const py::tuple& t) {
+  AdvantageInputs in;
+  in.rows = t[0].cast<int64_t>();
+  in.groups = t[1].cast<int64_t>();
+  in.group = pointer<const int64_t>(t[2].cast<uintptr_t>());
+  in.rewards = pointer<const double>(t[3].cast<uintptr_t>());
+  in.left_out = pointer<const double>(t[4].cast<uintptr_t>());
+  in.votes = pointer<const double>(t[5].cast<uintptr_t>());
+  in.include = pointer<const uint8_t>(t[6].cast<uintptr_t>());
+  in.mean = moment_arrays(t[7]);
+  in.spread = moment_arrays(t[8]);
+  return in;
+}
+
+fastadv::AdvantageRule advantage_rule(const py::tuple& t) {
+  return {fastadv::Baseline(t[0].cast<int>()), fastadv::Singleton(t[1].cast<int>()), t[2].cast<bool>(), t[3].cast<double>(),
+          t[4].cast<double>(), fastadv::EpsForm(t[5].cast<int>())};
+}
+
+// `wide`, here and below: the advantages are doubles, else floats.
+void py_group_advantages(int device, uintptr_t stream, const py::tuple& inputs, const py::tuple& rule, bool wide, uintptr_t advantages) {
+  const Launcher launcher("group_advantages", device, stream);
+  const AdvantageInputs in = advantage_inputs(inputs);
+  if (wide) return group_advantages(launcher, in, advantage_rule(rule), pointer<double>(advantages));
+  group_advantages(launcher, in, advantage_rule(rule), pointer<float>(advantages));
+}
+
+void py_fused_group_advantages(int device, uintptr_t stream, const py::tuple& voters, const py::tuple& rule, bool wide, uintptr_t advantages) {
+  const Launcher launcher("group_advantages", device, stream);
+  const Voters v = voters_of(voters);
+  if (wide) return group_advantages(launcher, v, advantage_rule(rule), pointer<double>(advantages));
+  group_advantages(launcher, v, advantage_rule(rule), pointer<float>(advantages));
+}
+
+void py_turn_advantages(int device, uintptr_t stream, const py::tuple& inputs, const py::tuple& rule, const py::tuple& table,
+                        uintptr_t offsets, int64_t segments, double kappa, bool shrink_to_mean, bool wide, uintptr_t values) {
+  const Launcher launcher("turn_advantages", device, stream);
+  const AdvantageInputs in = advantage_inputs(inputs);
+  const SegmentIndex index{pointer<const int64_t>(offsets), segments};
+  const TurnRule turns{kappa, shrink_to_mean};
+  if (wide) return turn_advantages(launcher, in, advantage_rule(rule), turn_table(table), index, turns, pointer<double>(values));
+  turn_advantages(launcher, in, advantage_rule(rule), turn_table(table), index, turns, pointer<float>(values));
+}
+
+void py_fused_turn_advantages(int device, uintptr_t stream, const py::tuple& voters, const py::tuple& rule, uintptr_t offsets,
+                              int64_t segments, double kappa, bool shrink_to_mean, bool wide, uintptr_t values) {
+  const Launcher launcher("turn_advantages", device, stream);
+  const Voters v = voters_of(voters);
+  const SegmentIndex index{pointer<const int64_t>(offsets), segments};
+  const TurnRule turns{kappa, shrink_to_mean};
+  if (wide) return turn_advantages(launcher, v, advantage_rule(rule), index, turns, pointer<double>(values));
+  turn_advantages(launcher, v, advantage_rule(rule), index, turns, pointer<float>(values));
+}
+
 // ---- policy loss
 
 // ---- log-probs from logits
@@ -54,6 +159,16 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("device_type", &device_type);
   m.def("segment_tokens", &py_segment_tokens);
   // advantages
+  m.attr("TURN_IDS_BLOCK") = kTurnIdsBlock;
+  m.def("turn_ids_from_mask", &py_turn_ids_from_mask);
+  m.def("turn_counts", &py_turn_counts);
+  m.def("token_counts", &py_token_counts);
+  m.def("group_moments", &py_group_moments);
+  m.def("turn_moments", &py_turn_moments);
+  m.def("group_advantages", &py_group_advantages);
+  m.def("fused_group_advantages", &py_fused_group_advantages);
+  m.def("turn_advantages", &py_turn_advantages);
+  m.def("fused_turn_advantages", &py_fused_turn_advantages);
   // policy loss
   // log-probs from logits
 }

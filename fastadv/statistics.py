@@ -109,11 +109,16 @@ class FrozenStatistics:
         return numbers
 
 
-def float64_rows(op: str, name: str, values: Tensor, rows: int, device: torch.device) -> Tensor:
-    """A per-rollout argument as contiguous float64 `[B]`."""
+def check_rows(op: str, name: str, values: Tensor, rows: int, device: torch.device) -> None:
+    """Raises unless a per-rollout argument has numbers `[B]` on this device."""
     validation.tensor(
         op, name, values, shape=(rows,), dtypes=(*validation.FLOATS, *validation.INTEGERS, torch.bool), device=device
     )
+
+
+def float64_rows(op: str, name: str, values: Tensor, rows: int, device: torch.device) -> Tensor:
+    """A per-rollout argument as contiguous float64 `[B]`."""
+    check_rows(op, name, values, rows, device)
     return values.detach().to(torch.float64).contiguous()
 
 

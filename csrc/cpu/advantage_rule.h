@@ -1,4 +1,4 @@
-// The rules that the group and the turn-reached advantages share: who gets 0, what a singleton gets, how it is scaled.
+// What the group and the turn-reached advantages share: a row beside the moments of its group.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -26,31 +26,10 @@ inline void validate(const AdvantageInputs& in) {
     if (in.group[row] < 0 || in.group[row] >= in.groups) throw std::invalid_argument("a row names a group that does not exist");
 }
 
-struct RowContext {
-  const AdvantageRule& rule;
-  bool settled = false;  // excluded, no voter, or a singleton: the advantage is settled_value whatever the turn
-  double settled_value = 0.0;
-  int64_t group;
-  GroupMoments mean, spread;
-  double reward, left_out, vote;  // rewards shifted by the group's minimum
-
-  RowContext(const AdvantageInputs& in, const AdvantageRule& r, int64_t row) : rule(r), group(in.group[row]) {
-    mean = moments_of(in.mean, group);
-    spread = moments_of(in.spread, group);
-    reward = in.rewards[row] - mean.minimum;
-    vote = in.votes[row];
-    left_out = vote != 0.0 ? in.left_out[row] - mean.minimum : 0.0;
-    if (in.include && !in.include[row]) {
-      settled = true;
-    } else if (mean.voters <= 1 && (rule.baseline != Baseline::kNone || rule.scaled)) {  // the reward itself needs no voter
-      settled = true;
-      if (mean.voters == 1 && rule.singleton == Singleton::kRaw) settled_value = in.rewards[row];
-    }
-  }
-
-  double scaled(double advantage) const {
-    return rule.scaled ? scale_advantage(advantage, spread, rule.ddof, rule.eps, rule.eps_form) : advantage;
-  }
-};
+inline RowContext context_of(const AdvantageInputs& in, const AdvantageRule& rule, int64_t row) {
+  const int64_t group = in.group[row];
+  return row_context(rule, moments_of(in.mean, group), moments_of(in.spread, group), in.rewards[row], in.left_out[row], in.votes[row],
+                     !in.include || in.include[row]);
+}
 
 }  // namespace fastadv

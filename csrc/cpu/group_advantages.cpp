@@ -7,17 +7,7 @@ namespace fastadv {
 template <class Out>
 void group_advantages(const AdvantageInputs& in, const AdvantageRule& rule, Out* advantages, int threads) {
   validate(in);
-  for_row_blocks(in.rows, threads, [&](int64_t row) {
-    const RowContext context(in, rule, row);
-    if (context.settled) {
-      advantages[row] = Out(context.settled_value);
-      return;
-    }
-    double advantage = in.rewards[row];
-    if (rule.baseline != Baseline::kNone)
-      advantage = context.reward - group_baseline(rule.baseline, context.mean, context.left_out, context.vote);
-    advantages[row] = Out(context.scaled(advantage));
-  });
+  for_row_blocks(in.rows, threads, [&](int64_t row) { advantages[row] = Out(group_advantage(rule, context_of(in, rule, row))); });
 }
 
 template void group_advantages(const AdvantageInputs&, const AdvantageRule&, float*, int);

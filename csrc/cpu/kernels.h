@@ -51,14 +51,6 @@ void turn_moments(const Groups& groups, const double* rewards, const double* vot
                   const double* minimum, const TurnTable& out, int threads);
 
 // ---- group_advantages.cpp and turn_advantages.cpp: computed in double, written as float or double
-struct AdvantageRule {
-  Baseline baseline = Baseline::kMean;
-  Singleton singleton = Singleton::kZero;
-  bool scaled = false;
-  double ddof = 1.0;
-  double eps = 1e-6;
-  EpsForm eps_form = EpsForm::kAdd;
-};
 struct AdvantageInputs {
   int64_t rows = 0;
   int64_t groups = 0;

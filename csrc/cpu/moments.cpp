@@ -1,7 +1,6 @@
 // What each group knows of its voters' rewards: smallest, sum, spread, and sums over those that reached each turn.
 // Everything is float64 and shifted by the group's smallest voting reward. Groups are summed in row order; turns are summed
 // over the rows that end with them, in row order, then from the last turn to the first.
-#include <cmath>
 #include <limits>
 
 #include "cpu/kernels.h"
@@ -35,24 +34,20 @@ void group_moments(const Groups& groups, const double* rewards, const double* vo
   groups.validate();
   for_groups(groups, threads, [&](int64_t group) {
     const int64_t *first = groups.order + groups.offsets[group], *last = groups.order + groups.offsets[group + 1];
-    // fmin would skip a NaN; a NaN that votes must stay visible.
     double minimum = std::numeric_limits<double>::infinity(), weight = 0.0;
     int64_t voters = 0;
     for (const int64_t* row = first; row != last; ++row) {
       if (votes[*row] == 0.0) continue;
-      minimum = rewards[*row] < minimum || std::isnan(rewards[*row]) ? rewards[*row] : minimum;
+      minimum = smaller(minimum, rewards[*row]);
       weight += votes[*row];
       ++voters;
     }
     double sum = 0.0, squares = 0.0;
     for (const int64_t* row = first; row != last; ++row)
-      if (votes[*row] != 0.0) sum += votes[*row] * (rewards[*row] - minimum);
+      if (votes[*row] != 0.0) sum += weighted(votes[*row], rewards[*row], minimum);
     const double mean = mean_of(sum, weight);
-    for (const int64_t* row = first; row != last; ++row) {
-      if (votes[*row] == 0.0) continue;
-      const double centred = rewards[*row] - minimum - mean;
-      squares += votes[*row] * (centred * centred);
-    }
+    for (const int64_t* row = first; row != last; ++row)
+      if (votes[*row] != 0.0) squares += weighted_square(votes[*row], rewards[*row], minimum, mean);
     out.minimum[group] = voters ? minimum : 0.0;
     out.weight[group] = weight;
     out.sum[group] = sum;
@@ -72,7 +67,7 @@ void turn_moments(const Groups& groups, const double* rewards, const double* vot
       const int64_t row = groups.order[i], reached = std::min(turn_counts[row], turns);
       if (votes[row] == 0.0 || reached <= 0) continue;
       out.count[base + reached - 1] += votes[row];
-      out.sum[base + reached - 1] += votes[row] * (rewards[row] - minimum[group]);
+      out.sum[base + reached - 1] += weighted(votes[row], rewards[row], minimum[group]);
     }
     for (int64_t turn = turns - 1; turn > 0; --turn) {
       out.count[base + turn - 1] += out.count[base + turn];

@@ -12,19 +12,12 @@ void turn_advantages(const AdvantageInputs& in, const AdvantageRule& rule, const
     if (turns < 0 || turns > table_turns) throw std::invalid_argument("a row has more turns than its group's table");
   }
   for_row_blocks(in.rows, threads, [&](int64_t row) {
-    const RowContext context(in, rule, row);
+    const RowContext context = context_of(in, rule, row);
     Out* out = segments + offsets[row];
-    const int64_t turns = offsets[row + 1] - offsets[row], base = table.offsets[context.group];
-    const double target = shrink_to_mean ? mean_of(context.mean.sum, context.mean.weight)
-                                         : leave_one_out(context.mean, context.left_out, context.vote);
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      if (context.settled) {
-        out[turn] = Out(context.settled_value);
-        continue;
-      }
-      const double baseline = turn_baseline(table.count[base + turn], table.sum[base + turn], context.left_out, context.vote, target, kappa);
-      out[turn] = Out(context.scaled(context.reward - baseline));
-    }
+    const int64_t turns = offsets[row + 1] - offsets[row], base = table.offsets[in.group[row]];
+    const double target = turn_target(context, shrink_to_mean);
+    for (int64_t turn = 0; turn < turns; ++turn)
+      out[turn] = Out(turn_advantage(rule, context, table.count[base + turn], table.sum[base + turn], target, kappa));
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/rows.h"
+#include "fastadv/baselines.h"
 
 namespace fastadv::cuda {
 
@@ -17,7 +18,76 @@ template <class T>  // float or double
 void segment_tokens(const Launcher& launcher, const Rows& rows, const T* table, const int64_t* offsets, DType ids,
                     const void* turn_ids, const uint8_t* mask, T* tokens);
 
-// ---- turn_ids.cu, token_counts.cu, moments.cu, group_advantages.cu, turn_advantages.cu
+// ---- turn_ids.cu: numbers of the mask's runs, -2 at a fraction; and 1 + the largest turn id of each row, -1 if one is below -1
+constexpr int kTurnIdsBlock = 2048;  // tokens; `runs` has a number for each block of them
+void turn_ids_from_mask(const Launcher& launcher, const Rows& rows, const uint8_t* mask, int32_t* runs, int32_t* turn_ids);
+void turn_counts(const Launcher& launcher, const Rows& rows, DType ids, const void* turn_ids, int64_t* counts);
+
+// ---- token_counts.cu: tokens with a non-zero mask in each row, a negative number where one is a fraction
+void token_counts(const Launcher& launcher, const Rows& rows, const uint8_t* mask, int64_t* counts);
+
+// ---- moments.cu
+constexpr int kFloat64 = 6;  // beside the numbers of DType
+struct RowValues {           // a number a row, which is float64 once it is read
+  const void* data = nullptr;
+  int dtype = kFloat64;
+};
+struct Voters {
+  int64_t rows = 0, groups = 0;
+  const int64_t* index = nullptr;    // [rows]: the group that a row says it is in; null: not asked
+  const int64_t* order = nullptr;    // [rows]: rows by group
+  const int64_t* offsets = nullptr;  // [groups + 1] into order
+  RowValues rewards;
+  RowValues votes;                   // null: one each
+  const uint8_t* include = nullptr;  // [rows] or null
+  bool survivors = false;            // only rows with `include` vote
+};
+struct MomentArrays {  // each [groups]
+  double* minimum = nullptr;
+  double* weight = nullptr;
+  double* sum = nullptr;
+  double* squares = nullptr;
+  int64_t* voters = nullptr;
+};
+struct TurnTable {  // ragged: group g's turns are [offsets[g], offsets[g + 1])
+  const int64_t* offsets = nullptr;
+  double* count = nullptr;
+  double* sum = nullptr;
+  int64_t size = 0;  // of count and sum
+};
+void group_moments(const Launcher& launcher, const Voters& voters, const MomentArrays& out);
+void turn_moments(const Launcher& launcher, const Voters& voters, const int64_t* turn_counts, const double* minimum,
+                  const TurnTable& out);
+
+// ---- group_advantages.cu and turn_advantages.cu: computed in double, written as float or double; from moments, or from
+// the rewards at once
+struct AdvantageInputs {
+  int64_t rows = 0, groups = 0;
+  const int64_t* group = nullptr;    // [rows]
+  const double* rewards = nullptr;   // [rows]
+  const double* left_out = nullptr;  // [rows]: the reward that the moments hold for the row
+  const double* votes = nullptr;     // [rows]: its votes there
+  const uint8_t* include = nullptr;  // [rows] or null: excluded rows get 0
+  MomentArrays mean, spread;         // of the populations that the mean and the scale are over
+};
+struct TurnRule {
+  double kappa = 0.0;
+  bool shrink_to_mean = false;
+};
+struct SegmentIndex {
+  const int64_t* offsets = nullptr;  // [rows + 1]: each row's first segment
+  int64_t count = 0;
+};
+template <class Out>
+void group_advantages(const Launcher& launcher, const AdvantageInputs& in, const AdvantageRule& rule, Out* advantages);
+template <class Out>
+void group_advantages(const Launcher& launcher, const Voters& voters, const AdvantageRule& rule, Out* advantages);
+template <class Out>
+void turn_advantages(const Launcher& launcher, const AdvantageInputs& in, const AdvantageRule& rule, const TurnTable& table,
+                     const SegmentIndex& segments, const TurnRule& turns, Out* values);
+template <class Out>
+void turn_advantages(const Launcher& launcher, const Voters& voters, const AdvantageRule& rule, const SegmentIndex& segments,
+                     const TurnRule& turns, Out* values);
 
 // ---- sequence_log_ratios.cu, policy_loss.cu
 

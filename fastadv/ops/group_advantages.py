@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastadv import dispatch, native, validation
+from fastadv import cuda, dispatch, native, validation
 from fastadv.groups import GroupIndex, Labels, group_index
 from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
-from fastadv.ops.moments import group_moments
+from fastadv.ops.moments import group_moments, readable, row_values
 from fastadv.reference import group_advantages as reference
 from fastadv.reference.group_advantages import AdvantageInputs, AdvantageRule
-from fastadv.statistics import FrozenStatistics, float64_rows, include_rows
+from fastadv.statistics import FrozenStatistics, check_rows, float64_rows, include_rows
 
 BASELINES = ("none", "mean", "loo")
 POPULATIONS = ("all", "survivors")
@@ -23,15 +23,30 @@ SCALES = ("none", "std")
 EPS_FORMS = ("add", "floor", "positive")
 
 
-class Prepared(NamedTuple):
+class Checked(NamedTuple):
     """Checked arguments of an advantage op."""
 
+    op: str
     backend: str
-    dtype: torch.dtype  # of the advantages
-    inputs: AdvantageInputs
+    rewards: Tensor  # [B], without a graph
+    groups: GroupIndex
+    population: str
+    include: Tensor | None  # [B] bool, contiguous
+    votes: Tensor | None  # [B]
+    statistics: FrozenStatistics | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the advantages."""
+        return torch.float64 if self.rewards.dtype == torch.float64 else torch.float32
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel goes from the rewards to the advantages, and PyTorch has nothing to compute before it."""
+        return self.backend == "cuda" and self.statistics is None
 
 
-def prepare(
+def check(
     op: str,
     backend: str,
     rewards: Tensor,
@@ -41,8 +56,8 @@ def prepare(
     include: Tensor | None,
     votes: Tensor | None,
     statistics: FrozenStatistics | None,
-) -> Prepared:
-    """Checks the arguments that group and turn-reached advantages share, and takes or computes the moments."""
+) -> Checked:
+    """Checks the arguments that group and turn-reached advantages share."""
     validation.choice(op, "population", population, POPULATIONS)
     validation.choice(op, "singleton", rule.singleton, SINGLETONS)
     validation.choice(op, "scale", rule.scale, SCALES)
@@ -52,19 +67,14 @@ def prepare(
     validation.tensor(op, "rewards", rewards)
     groups = group_index(group_ids, op=op)
     rows, device = groups.num_rows, rewards.device
-    values = float64_rows(op, "rewards", rewards, rows, device)
+    check_rows(op, "rewards", rewards, rows, device)
     if groups.index.device != device:
         groups = groups.to(device)
     if include is not None:
         include = include_rows(op, include, rows, device)
+    _check_survivors(op, population, include, statistics)
     name = dispatch.resolve(op, backend, rewards, dtypes=validation.FLOATS)
-
-    if statistics is None:
-        voting = own_votes(op, groups, device, population, include, votes)
-        validation.finite_voters(op, values, voting)
-        mean = spread = group_moments(values, voting, groups, name)
-        left_out = values
-    else:
+    if statistics is not None:
         if votes is not None:
             raise ValueError(
                 f"{op}: votes cannot be given with statistics; who voted was settled when they were frozen"
@@ -79,12 +89,35 @@ def prepare(
             )
         if validation.reads_values(groups.index) and not torch.equal(groups.index, statistics.groups.index):
             raise ValueError(f"{op}: group_ids differ from those that the statistics were frozen with")
-        frozen = statistics.population(population, op)
-        include = _frozen_include(op, population, include, statistics)
-        mean, spread, left_out, voting = frozen.moments, statistics.all.moments, statistics.rewards, frozen.votes
+    if votes is not None:
+        check_rows(op, "votes", votes, rows, device)
+        votes = votes.detach()
+    return Checked(op, name, rewards.detach(), groups, population, include, votes, statistics)
 
-    dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
-    return Prepared(name, dtype, AdvantageInputs(values, left_out, voting, include, groups, mean, spread))
+
+def prepare(given: Checked) -> AdvantageInputs:
+    """What advantages are made of where several kernels make them: takes or computes the moments."""
+    op, statistics, include = given.op, given.statistics, given.include
+    values = float64_rows(op, "rewards", given.rewards, given.groups.num_rows, given.rewards.device)
+    if statistics is None:
+        voting = own_votes(op, given.groups, values.device, given.population, include, given.votes)
+        validation.finite_voters(op, values, voting)
+        moments = group_moments(values, voting, given.groups, given.backend)
+        return AdvantageInputs(values, values, voting, include, given.groups, moments, moments)
+    frozen = statistics.population(given.population, op)
+    include = _frozen_include(op, given.population, include, statistics)
+    return AdvantageInputs(
+        values, statistics.rewards, frozen.votes, include, given.groups, frozen.moments, statistics.all.moments
+    )
+
+
+def _check_survivors(
+    op: str, population: str, include: Tensor | None, statistics: FrozenStatistics | None = None
+) -> None:
+    if population == "survivors" and include is None and statistics is None:
+        raise ValueError(
+            f"{op}: population is 'survivors' but include is not given; pass include [B], True where a row survives"
+        )
 
 
 def own_votes(
@@ -96,10 +129,7 @@ def own_votes(
     votes: Tensor | None,
 ) -> Tensor:
     """Votes of each row, `[B]` float64."""
-    if population == "survivors" and include is None:
-        raise ValueError(
-            f"{op}: population is 'survivors' but include is not given; pass include [B], True where a row survives"
-        )
+    _check_survivors(op, population, include)
     if votes is None:
         result = torch.ones(groups.num_rows, dtype=torch.float64, device=device)
     else:
@@ -119,9 +149,31 @@ def _frozen_include(op: str, population: str, include: Tensor | None, statistics
     return statistics.include
 
 
-def launch_arguments(inputs: AdvantageInputs, rule: AdvantageRule) -> tuple[list[Tensor], Tensor | None, list[float]]:
-    """Inputs and rule as the registered ops take them."""
-    tensors = [inputs.rewards, inputs.left_out, inputs.votes, inputs.groups.index, *inputs.mean, *inputs.spread]
+FusedArguments = tuple[Tensor, list[Tensor], Tensor | None, Tensor | None, bool, list[float]]
+
+
+def fused_arguments(given: Checked, rule: AdvantageRule) -> FusedArguments:
+    """Rewards, groups, votes, include, whether only survivors vote, and rule, as the registered ops take them. The
+    values of tensors are checked if they may be read."""
+    groups = given.groups
+    if validation.reads_values(given.rewards, given.include, given.votes):
+        voting = own_votes(given.op, groups, given.rewards.device, given.population, given.include, given.votes)
+        validation.finite_voters(given.op, given.rewards, voting)
+    index = [groups.index, groups.order, groups.offsets]
+    return given.rewards, index, given.votes, given.include, given.population == "survivors", rule_numbers(rule)
+
+
+def fused_kernel_arguments(
+    rewards: Tensor, groups: list[Tensor], votes: Tensor | None, include: Tensor | None, survivors: bool
+) -> tuple[Any, ...]:
+    """Voters as the CUDA kernels take them. The tensors, `readable`, have to live until the launch."""
+    addresses = [native.address(t) for t in groups]
+    sizes = (rewards.shape[0], groups[2].shape[0] - 1)
+    return (*sizes, *addresses, row_values(rewards), row_values(votes), native.address(include), survivors)
+
+
+def rule_numbers(rule: AdvantageRule) -> list[float]:
+    """The rule as the registered ops take it."""
     numbers = (
         BASELINES.index(rule.baseline),
         SINGLETONS.index(rule.singleton),
@@ -130,7 +182,19 @@ def launch_arguments(inputs: AdvantageInputs, rule: AdvantageRule) -> tuple[list
         rule.eps,
         EPS_FORMS.index(rule.eps_form),
     )
-    return tensors, inputs.include, [float(x) for x in numbers]
+    return [float(x) for x in numbers]
+
+
+def kernel_rule(rule: list[float]) -> tuple[int, int, bool, float, float, int]:
+    """What `rule_numbers` gave, as the C++ kernels take it."""
+    baseline, singleton, scaled, ddof, eps, eps_form = rule
+    return int(baseline), int(singleton), bool(scaled), ddof, eps, int(eps_form)
+
+
+def launch_arguments(inputs: AdvantageInputs, rule: AdvantageRule) -> tuple[list[Tensor], Tensor | None, list[float]]:
+    """Inputs and rule as the registered ops take them."""
+    tensors = [inputs.rewards, inputs.left_out, inputs.votes, inputs.groups.index, *inputs.mean, *inputs.spread]
+    return tensors, inputs.include, rule_numbers(rule)
 
 
 def kernel_arguments(
@@ -141,11 +205,7 @@ def kernel_arguments(
     rewards, left_out, votes, index = addresses[:4]
     mean, spread = tuple(addresses[4:9]), tuple(addresses[9:14])
     sizes = (tensors[0].shape[0], tensors[4].shape[0])
-    baseline, singleton, scaled, ddof, eps, eps_form = rule
-    return (
-        (*sizes, index, rewards, left_out, votes, native.address(include), mean, spread),
-        (int(baseline), int(singleton), bool(scaled), ddof, eps, int(eps_form)),
-    )
+    return (*sizes, index, rewards, left_out, votes, native.address(include), mean, spread), kernel_rule(rule)
 
 
 def dtype_of(wide: bool) -> torch.dtype:
@@ -163,8 +223,18 @@ def _cpu(tensors: list[Tensor], include: Tensor | None, rule: list[float], advan
     return 0
 
 
+def _cuda(tensors: list[Tensor], include: Tensor | None, rule: list[float], advantages: Tensor) -> int:
+    cuda.module().group_advantages(
+        *cuda.place(advantages),
+        *kernel_arguments(tensors, include, rule),
+        advantages.dtype == torch.float64,
+        advantages.data_ptr(),
+    )
+    return 0
+
+
 # Writes advantages, [B], float32 or float64, from what `launch_arguments` made.
-GROUP_ADVANTAGES = Kernel("group_advantages", cpu=_cpu, triton="group_advantages")
+GROUP_ADVANTAGES = Kernel("group_advantages", cpu=_cpu, triton="group_advantages", cuda=_cuda)
 
 
 def _fake(backend: str, tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
@@ -175,6 +245,38 @@ def _fake(backend: str, tensors: list[Tensor], include: Tensor | None, rule: lis
 def _launch(backend: str, tensors: list[Tensor], include: Tensor | None, rule: list[float], wide: bool) -> Tensor:
     advantages = torch.empty(tensors[0].shape[0], dtype=dtype_of(wide), device=tensors[0].device)
     GROUP_ADVANTAGES(backend, tensors, include, rule, advantages)
+    return advantages
+
+
+def _fake_fused(
+    rewards: Tensor,
+    groups: list[Tensor],
+    votes: Tensor | None,
+    include: Tensor | None,
+    survivors: bool,
+    rule: list[float],
+    wide: bool,
+) -> Tensor:
+    return rewards.new_empty(rewards.shape, dtype=dtype_of(wide))
+
+
+# Given a GroupIndex this is the op's one launch: rewards and votes of most types are read as they are. With frozen
+# statistics rewards become float64 first, a launch more.
+@native_op("fused_group_advantages", _fake_fused)
+def _launch_fused(
+    rewards: Tensor,
+    groups: list[Tensor],
+    votes: Tensor | None,
+    include: Tensor | None,
+    survivors: bool,
+    rule: list[float],
+    wide: bool,
+) -> Tensor:
+    rewards, votes = readable(rewards), None if votes is None else readable(votes)
+    advantages = torch.empty(rewards.shape[0], dtype=dtype_of(wide), device=rewards.device)
+    voters = fused_kernel_arguments(rewards, groups, votes, include, survivors)
+    place = cuda.place(rewards)
+    cuda.module().fused_group_advantages(*place, voters, kernel_rule(rule), wide, advantages.data_ptr())
     return advantages
 
 
@@ -232,13 +334,15 @@ def group_advantages(
     op = "group_advantages"
     validation.choice(op, "baseline", baseline, BASELINES)
     rule = AdvantageRule(baseline, singleton, scale, ddof, eps, eps_form)
-    prepared = prepare(op, backend, rewards, group_ids, rule, population, include, votes, statistics)
-    if prepared.backend == "reference":
-        advantages = reference.group_advantages(prepared.inputs, rule).to(prepared.dtype)
+    given = check(op, backend, rewards, group_ids, rule, population, include, votes, statistics)
+    wide = given.dtype == torch.float64
+    advantages: Tensor
+    if given.fused:
+        advantages = _launch_fused(*fused_arguments(given, rule), wide)
+    elif given.backend == "reference":
+        advantages = reference.group_advantages(prepare(given), rule).to(given.dtype)
     else:
-        advantages = _launch(
-            prepared.backend, *launch_arguments(prepared.inputs, rule), prepared.dtype == torch.float64
-        )
+        advantages = _launch(given.backend, *launch_arguments(prepare(given), rule), wide)
     return advantages
 
 

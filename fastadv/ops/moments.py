@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastadv import native, validation
+from fastadv import cuda, native, validation
 from fastadv.groups import GroupIndex
 from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
@@ -26,7 +28,35 @@ def _group_cpu(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor, o
     return 0
 
 
-GROUP_MOMENTS = Kernel("group_moments", cpu=_group_cpu, triton="moments")  # writes the fields of a GroupMoments
+FLOAT64 = 6  # for the CUDA kernels, beside the numbers of native.DTYPES
+
+
+def readable(values: Tensor) -> Tensor:
+    """A number a row in a layout and a type that the CUDA kernels read: all but the small integers."""
+    known = values.dtype == torch.float64 or values.dtype in native.DTYPES
+    return (values if known else values.to(torch.float64)).contiguous()
+
+
+def row_values(values: Tensor | None) -> tuple[int, int]:
+    """What `readable` gave, as the CUDA kernels take it."""
+    return native.address(values), FLOAT64 if values is None else native.DTYPES.get(values.dtype, FLOAT64)
+
+
+def _voters(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor) -> tuple[Any, ...]:
+    """Voters as the CUDA kernels take them."""
+    sizes = (rewards.shape[0], offsets.shape[0] - 1)
+    index = (0, native.address(order), native.address(offsets))
+    return (*sizes, *index, row_values(rewards), row_values(votes), 0, False)
+
+
+def _group_cuda(rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor, out: list[Tensor]) -> int:
+    voters = _voters(rewards, votes, order, offsets)
+    cuda.module().group_moments(*cuda.place(rewards), voters, tuple(t.data_ptr() for t in out))
+    return 0
+
+
+# Writes the fields of a GroupMoments.
+GROUP_MOMENTS = Kernel("group_moments", cpu=_group_cpu, triton="moments", cuda=_group_cuda)
 
 
 def _fake_group(backend: str, rewards: Tensor, votes: Tensor, order: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -69,8 +99,28 @@ def _turn_cpu(
     return 0
 
 
+def _turn_cuda(
+    rewards: Tensor,
+    votes: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    turns: Tensor,
+    minimum: Tensor,
+    table: Tensor,
+    out: list[Tensor],
+) -> int:
+    cuda.module().turn_moments(
+        *cuda.place(rewards),
+        _voters(rewards, votes, order, offsets),
+        native.address(turns),
+        native.address(minimum),
+        (native.address(table), out[0].data_ptr(), out[1].data_ptr(), out[0].shape[0]),
+    )
+    return 0
+
+
 # Adds to two tables of zeros, votes and rewards of each group's turns, float64.
-TURN_MOMENTS = Kernel("turn_moments", cpu=_turn_cpu, triton="moments")
+TURN_MOMENTS = Kernel("turn_moments", cpu=_turn_cpu, triton="moments", cuda=_turn_cuda)
 
 
 def _fake_turn(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastadv import dispatch, native, validation
+from fastadv import cuda, dispatch, native, validation
 from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import token_counts as reference
@@ -63,7 +63,14 @@ def _cpu(mask: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
     return faults
 
 
-TOKEN_COUNTS = Kernel("token_counts", cpu=_cpu, triton="token_counts")  # writes counts, [B] int64
+def _cuda(mask: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
+    rows, mask = Rows.trusted(mask, cu_seqlens), native.mask_bytes(mask)
+    cuda.module().token_counts(*cuda.place(mask), native.rows(rows), native.address(mask), counts.data_ptr())
+    return 0
+
+
+# Writes counts, [B] int64; a negative one for a row with a fraction that nobody waited for.
+TOKEN_COUNTS = Kernel("token_counts", cpu=_cpu, triton="token_counts", cuda=_cuda)
 
 
 def _fake(backend: str, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:

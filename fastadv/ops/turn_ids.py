@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fastadv import dispatch, native, validation
+from fastadv import cuda, dispatch, native, validation
 from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import turn_ids as reference
@@ -27,7 +27,17 @@ def _turn_ids_cpu(mask: Tensor, cu_seqlens: Tensor | None, turn_ids: Tensor) -> 
     return faults
 
 
-TURN_IDS = Kernel("turn_ids", cpu=_turn_ids_cpu, triton="turn_ids")  # writes turn_ids, int32, like the mask
+def _turn_ids_cuda(mask: Tensor, cu_seqlens: Tensor | None, turn_ids: Tensor) -> int:
+    rows, mask, kernels = Rows.trusted(mask, cu_seqlens), native.mask_bytes(mask), cuda.module()
+    runs = turn_ids.new_empty(-(-rows.tokens // kernels.TURN_IDS_BLOCK))
+    kernels.turn_ids_from_mask(
+        *cuda.place(turn_ids), native.rows(rows), native.address(mask), runs.data_ptr(), turn_ids.data_ptr()
+    )
+    return 0
+
+
+# Writes turn_ids, int32, like the mask. A fraction that nobody waited for gets -2, which no op takes for a turn.
+TURN_IDS = Kernel("turn_ids", cpu=_turn_ids_cpu, triton="turn_ids", cuda=_turn_ids_cuda)
 
 
 def _fake_turn_ids(backend: str, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -49,8 +59,20 @@ def _turn_counts_cpu(turn_ids: Tensor, cu_seqlens: Tensor | None, counts: Tensor
     return int(below)
 
 
+def _turn_counts_cuda(turn_ids: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
+    turn_ids = turn_ids.contiguous()
+    cuda.module().turn_counts(
+        *cuda.place(turn_ids),
+        native.rows(Rows.trusted(turn_ids, cu_seqlens)),
+        native.DTYPES[turn_ids.dtype],
+        native.address(turn_ids),
+        counts.data_ptr(),
+    )
+    return 0
+
+
 # Writes `[B]` int64: a row's largest turn id + 1. Not 0, or a count of -1, where a value is below -1.
-TURN_COUNTS = Kernel("turn_counts", cpu=_turn_counts_cpu, triton="turn_ids")
+TURN_COUNTS = Kernel("turn_counts", cpu=_turn_counts_cpu, triton="turn_ids", cuda=_turn_counts_cuda)
 
 
 def _fake_turn_counts(backend: str, turn_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:

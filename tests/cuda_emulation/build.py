@@ -151,6 +151,13 @@ def fail_next_launch(module: ModuleType, error: int) -> None:
     ctypes.CDLL(str(module.__file__)).cuda_emulation_fail_next_launch(error)
 
 
+def operations(module: ModuleType) -> int:
+    """Kernels, memsets and copies that the module has started so far."""
+    count = ctypes.CDLL(str(module.__file__)).cuda_emulation_operations
+    count.restype = ctypes.c_longlong
+    return int(count())
+
+
 def preloaded(sanitizer: str) -> dict[str, str]:
     """The environment of a Python process that can load modules with this sanitizer."""
     libraries = [str(_library(SANITIZER_LIBRARIES[sanitizer])), str(_library("libstdc++.so"))]

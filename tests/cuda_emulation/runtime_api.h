@@ -52,6 +52,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 #undef CUDA_EMULATION_ERRORS
 
 inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
+  ++::cuda_emulation::operations;
   if (bytes) memset(address, value, bytes);
   return cudaSuccess;
 }
@@ -60,6 +61,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) {
     return ::cuda_emulation::remember(cudaErrorInvalidMemcpyDirection);
   }
+  ++::cuda_emulation::operations;
   if (bytes) memcpy(to, from, bytes);
   return cudaSuccess;
 }

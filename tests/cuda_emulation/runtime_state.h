@@ -1,6 +1,7 @@
 // What the CUDA runtime remembers for a host thread and for a kernel, without a runtime.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -11,6 +12,9 @@ namespace cuda_emulation {
 
 inline thread_local cudaError_t last_error = cudaSuccess;
 inline thread_local cudaError_t planted_error = cudaSuccess;
+
+// Kernels that were started, and memsets and copies.
+inline std::atomic<long long> operations{0};
 
 // Of a runtime function that returns it.
 inline cudaError_t remember(cudaError_t error) {
@@ -36,4 +40,7 @@ inline const size_t* find_allowed_shared(const void* kernel) {
 // For tests, from Python by ctypes.
 extern "C" __attribute__((visibility("default"), used)) inline void cuda_emulation_fail_next_launch(int error) {
   ::cuda_emulation::fail_next_launch(static_cast<cudaError_t>(error));
+}
+extern "C" __attribute__((visibility("default"), used)) inline long long cuda_emulation_operations() {
+  return ::cuda_emulation::operations;
 }

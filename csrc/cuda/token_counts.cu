@@ -1,0 +1,25 @@
+// Tokens that count, by row. One launch, with a memset where rows are few and long; reads 1 byte a token.
+#include "cuda/row_counts.h"
+
+namespace fastadv::cuda {
+
+namespace {
+
+struct Tokens {
+  using Element = uint8_t;
+  // What a fraction counts: a sum of as many of them as there are tokens is negative.
+  static constexpr Count kUnknown = Count(-(int64_t{1} << 52));
+
+  __device__ static Element none() { return 0; }
+  __device__ static Count of(Element mask) { return mask == kFractional ? kUnknown : Count(mask != 0); }
+  __device__ static Count merge(Count a, Count b) { return a + b; }
+  __device__ static void into(Count* count, Count value) { atomicAdd(count, value); }
+};
+
+}  // namespace
+
+void token_counts(const Launcher& launcher, const Rows& rows, const uint8_t* mask, int64_t* counts) {
+  row_counts<Tokens>(launcher, rows, mask, counts);
+}
+
+}  // namespace fastadv::cuda
