@@ -104,7 +104,7 @@ def _unsuited(
         return "torch.func's transforms (grad, vmap, jvp) do not see into its kernels; use backend='reference'"
     if name == "cpu" and device.type != "cpu":
         return f"it takes CPU tensors, not {device.type}; use backend='triton' or 'reference'"
-    if name == "cuda" and device.type != cuda.module().device_type():
+    if name == "cuda" and device.type != _cuda_device():
         return f"it takes CUDA tensors, not {device.type}; move them (.cuda()), or use another backend"
     if name == "triton" and device.type != "cuda" and not (device.type == "cpu" and interpreting()):
         return f"it takes CUDA tensors, not {device.type}; move them (.cuda()), or use another backend"
@@ -113,6 +113,12 @@ def _unsuited(
             *names, last, given = (str(d).removeprefix("torch.") for d in (*dtypes, t.dtype))
             return f"it takes {', '.join(names)} and {last}, not {given}; use backend='reference'"
     return None
+
+
+@constant_in_graphs
+def _cuda_device() -> str:
+    """Kind of device whose tensors the CUDA kernels take: tests compile them for the CPU."""
+    return str(cuda.module().device_type())
 
 
 def interpreting() -> bool:
