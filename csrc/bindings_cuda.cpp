@@ -143,6 +143,48 @@ void py_fused_turn_advantages(int device, uintptr_t stream, const py::tuple& vot
 
 // ---- log-probs from logits
 
+// (address, type, rows, vocabulary, size of the second leading dimension, strides of the first and of the second).
+LogitsView logits_view(const py::tuple& t) {
+  return {pointer<void>(t[0].cast<uintptr_t>()), DType(t[1].cast<int>()),  t[2].cast<int64_t>(), t[3].cast<int64_t>(),
+          t[4].cast<int64_t>(),                  t[5].cast<int64_t>(), t[6].cast<int64_t>()};
+}
+
+// (logits, address of labels, address of inverse temperatures or 0, inverse temperature, softcap or 0).
+LogitsInputs logits_inputs(const py::tuple& t) {
+  const float softcap = t[4].cast<float>();
+  return {logits_view(t[0].cast<py::tuple>()),
+          pointer<const int64_t>(t[1].cast<uintptr_t>()),
+          pointer<const double>(t[2].cast<uintptr_t>()),
+          t[3].cast<double>(),
+          softcap,
+          softcap == 0.0f ? 0.0f : 1.0f / softcap};
+}
+
+void py_row_statistics(int device, uintptr_t stream, const py::tuple& inputs, uintptr_t scratch, uintptr_t statistics) {
+  const Launcher launcher("token_log_probs", device, stream);
+  row_statistics(launcher, logits_inputs(inputs), pointer<double>(scratch), pointer<double>(statistics));
+}
+
+void py_finish_statistics(int device, uintptr_t stream, int64_t parts, int64_t rows, uintptr_t statistics, uintptr_t results) {
+  const Launcher launcher("token_log_probs", device, stream);
+  finish_statistics(launcher, parts, rows, pointer<const double>(statistics), pointer<double>(results));
+}
+
+void py_token_log_probs(int device, uintptr_t stream, const py::tuple& inputs, uintptr_t scratch, uintptr_t log_probs, uintptr_t entropy,
+                        uintptr_t sum_p2, uintptr_t state) {
+  const Launcher launcher("token_log_probs", device, stream);
+  const LogProbsOutputs out{pointer<float>(log_probs), pointer<float>(entropy), pointer<float>(sum_p2), pointer<double>(state)};
+  token_log_probs(launcher, logits_inputs(inputs), pointer<double>(scratch), out);
+}
+
+void py_logits_gradient(int device, uintptr_t stream, const py::tuple& inputs, uintptr_t lse, uintptr_t entropy, uintptr_t sum_p2,
+                        uintptr_t g_log_probs, uintptr_t g_entropy, uintptr_t g_sum_p2, const py::tuple& gradient) {
+  const Launcher launcher("token_log_probs", device, stream);
+  const LogProbsState state{pointer<const double>(lse), pointer<const double>(entropy), pointer<const double>(sum_p2)};
+  const LogProbsGradients upstream{pointer<const float>(g_log_probs), pointer<const float>(g_entropy), pointer<const float>(g_sum_p2)};
+  logits_gradient(launcher, logits_inputs(inputs), state, upstream, logits_view(gradient));
+}
+
 // Kind of device whose memory the kernels read: "cuda", or "cpu" where tests compiled them for it.
 const char* device_type() {
 #if defined(FASTADV_CUDA_EMULATED)
@@ -171,4 +213,9 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("fused_turn_advantages", &py_fused_turn_advantages);
   // policy loss
   // log-probs from logits
+  m.def("row_sums_scratch", &row_sums_scratch);
+  m.def("row_statistics", &py_row_statistics);
+  m.def("finish_statistics", &py_finish_statistics);
+  m.def("token_log_probs", &py_token_log_probs);
+  m.def("logits_gradient", &py_logits_gradient);
 }

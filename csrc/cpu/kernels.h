@@ -7,6 +7,7 @@
 #include "cpu/token_view.h"
 #include "fastadv/baselines.h"
 #include "fastadv/corrections.h"
+#include "fastadv/log_softmax.h"
 #include "fastadv/policy_loss.h"
 
 namespace fastadv {
@@ -116,8 +117,6 @@ enum PolicyLossSum : int {
 int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, int threads);
 
 // ---- token_log_probs.cpp: log-softmax of rows of logits
-constexpr int64_t kNoLabel = -1;     // the row's label is in another part of the vocabulary
-constexpr int64_t kSkippedRow = -2;  // masked or ignored: not read
 constexpr int kLeadingDims = 8;
 struct LogitsView {  // rows are counted through all leading dimensions
   char* data = nullptr;

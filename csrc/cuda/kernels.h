@@ -8,6 +8,7 @@
 #include "cuda/launch.h"
 #include "cuda/rows.h"
 #include "fastadv/baselines.h"
+#include "fastadv/log_softmax.h"
 
 namespace fastadv::cuda {
 
@@ -91,6 +92,39 @@ void turn_advantages(const Launcher& launcher, const Voters& voters, const Advan
 
 // ---- sequence_log_ratios.cu, policy_loss.cu
 
-// ---- token_log_probs.cu, logits_gradient.cu
+// ---- token_log_probs.cu, logits_gradient.cu: log-softmax of rows of logits
+struct LogitsView {  // [rows / inner, inner, vocab], the vocabulary contiguous
+  void* data;
+  DType dtype;
+  int64_t rows, vocab, inner, outer_stride, inner_stride;
+};
+struct LogitsInputs {
+  LogitsView logits;
+  const int64_t* labels;               // [rows]: column, kNoLabel or kSkippedRow; any other gives NaN
+  const double* inverse_temperatures;  // [rows] or null
+  double inverse_temperature;          // of every row, where there is no array
+  float softcap, inverse_softcap;      // 0: none
+};
+struct LogProbsOutputs {  // each [rows]; entropy, sum_p2 and state 1 and 2 are not computed where entropy is null
+  float *log_probs, *entropy, *sum_p2;
+  double* state;  // [3, rows] or [1, rows]: lse, entropy, sum_p2, what the gradient needs
+};
+struct LogProbsState {  // [rows]; entropy and sum_p2 may be null where nothing flows back from them
+  const double *lse, *entropy, *sum_p2;
+};
+struct LogProbsGradients {  // each [rows]; null: nothing flows back from it
+  const float *log_probs, *entropy, *sum_p2;
+};
+// Numbers of scratch with which rows are split over blocks, since there are few of them; 0: a block a row is enough. The
+// results are the same to the bit with and without (null).
+int64_t row_sums_scratch(int64_t rows, int64_t vocab);
+// statistics [5, rows]: the label's logit (-inf: none), maximum, s, w, q (see fastadv/log_softmax.h)
+void row_statistics(const Launcher& launcher, const LogitsInputs& in, double* scratch, double* statistics);
+// statistics [parts, 5, rows], merged in order of parts; results [4, rows]: log_prob, entropy, sum_p2, lse
+void finish_statistics(const Launcher& launcher, int64_t parts, int64_t rows, const double* statistics, double* results);
+void token_log_probs(const Launcher& launcher, const LogitsInputs& in, double* scratch, const LogProbsOutputs& out);
+// `gradient` may be the logits themselves. That of float32 logits may be bfloat16, else both have one type.
+void logits_gradient(const Launcher& launcher, const LogitsInputs& in, const LogProbsState& state,
+                     const LogProbsGradients& upstream, const LogitsView& gradient);
 
 }  // namespace fastadv::cuda

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace fastadv::cuda {
 
@@ -43,9 +44,17 @@ __device__ Vector<T, N> load_vector(const T* from) {
   return *reinterpret_cast<const Vector<T, N>*>(from);
 }
 
+// nvcc may write a vector by pieces of what it made it from, but not a uint4.
 template <int N, class T>
 __device__ void store_vector(T* to, const Vector<T, N>& values) {
-  *reinterpret_cast<Vector<T, N>*>(to) = values;
+  if constexpr (sizeof(values) % sizeof(uint4) == 0) {
+    uint4 words[sizeof(values) / sizeof(uint4)];
+    memcpy(words, &values, sizeof(values));
+#pragma unroll
+    for (size_t i = 0; i < sizeof(values) / sizeof(uint4); ++i) reinterpret_cast<uint4*>(to)[i] = words[i];
+  } else {
+    *reinterpret_cast<Vector<T, N>*>(to) = values;
+  }
 }
 
 // The first `count` of N neighbours, `other` in place of the rest.

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastadv import native
+from fastadv import cuda, native
 from fastadv.kernels import Kernel
 
-NO_LABEL, SKIPPED, INVALID = -1, -2, -3  # kNoLabel and kSkippedRow in csrc/cpu/kernels.h; any other is invalid
-LEADING_DIMS = 8  # kLeadingDims there
+NO_LABEL, SKIPPED, INVALID = -1, -2, -3  # kNoLabel and kSkippedRow in log_softmax.h; any other is invalid
+LEADING_DIMS = 8  # kLeadingDims in csrc/cpu/kernels.h
 
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], int, int]
 
@@ -105,11 +105,129 @@ def _gradient_cpu(
     return 0
 
 
+# ---- launchers of the CUDA kernels: rows have at most two leading dimensions and a vocabulary of stride 1
+
+RowsView = tuple[int, int, int, int, int, int, int]
+
+
+def _row_strides(t: Tensor) -> tuple[int, int, int] | None:
+    """Size of the second leading dimension, or of the only one, and the strides of both; None where it has others."""
+    merged: list[tuple[int, int]] = []  # sizes and strides of leading dimensions, the last first
+    for size, stride in zip(reversed(t.shape[:-1]), reversed(t.stride()[:-1]), strict=True):
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        elif size != 1:
+            merged.append((size, stride))
+    if len(merged) > 2 or (t.stride(-1) != 1 and t.shape[-1] > 1):
+        return None
+    (inner, inner_stride), (_, outer_stride), *_ = (*merged, (1, 0), (1, 0))
+    return inner, outer_stride, inner_stride
+
+
+def _rows_view(t: Tensor, rows: int) -> tuple[Tensor, RowsView]:
+    """A tensor, or new memory of its shape where its strides are none that a kernel takes, and the view of it: address,
+    type, rows, size of the vocabulary, `_row_strides`."""
+    vocab = t.shape[-1]
+    strides = (max(rows, 1), 0, vocab) if t.is_contiguous() else _row_strides(t)
+    if strides is None:
+        t = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        return _rows_view(t, rows)
+    return t, (native.start(t), native.DTYPES[t.dtype], rows, vocab, *strides)
+
+
+def _readable(logits: Tensor, rows: int) -> tuple[Tensor, RowsView]:
+    """Logits, or their copy, and the view that a kernel reads."""
+    read, view = _rows_view(logits, rows)
+    return read if read is logits else read.copy_(logits), view
+
+
+def _scratch(rows: int, vocab: int, device: torch.device) -> Tensor | None:
+    """Where blocks of a row that several share leave their sums; None where each row has one."""
+    numbers = cuda.module().row_sums_scratch(rows, vocab)
+    return torch.empty(numbers, dtype=torch.float64, device=device) if numbers else None
+
+
+def _cuda_inputs(
+    view: RowsView, labels: Tensor, inverse_temperature: float | Tensor, softcap: float
+) -> tuple[RowsView, int, int, float, float]:
+    if isinstance(inverse_temperature, Tensor):
+        return view, native.address(labels), native.address(inverse_temperature), 1.0, softcap
+    return view, native.address(labels), 0, float(inverse_temperature), softcap
+
+
+def _row_statistics_cuda(
+    logits: Tensor, labels: Tensor, inverse_temperature: float | Tensor, softcap: float, statistics: Tensor
+) -> int:
+    logits, view = _readable(logits, labels.numel())
+    scratch = _scratch(labels.numel(), logits.shape[-1], logits.device)
+    inputs = _cuda_inputs(view, labels, inverse_temperature, softcap)
+    cuda.module().row_statistics(*cuda.place(logits), inputs, native.address(scratch), statistics.data_ptr())
+    return 0
+
+
+def _finish_cuda(statistics: Tensor, results: Tensor) -> int:
+    parts = statistics.shape[0] if statistics.dim() == 3 else 1
+    addresses = (native.address(statistics), results.data_ptr())
+    cuda.module().finish_statistics(*cuda.place(results), parts, results.shape[1], *addresses)
+    return 0
+
+
+def _log_probs_cuda(
+    logits: Tensor,
+    labels: Tensor,
+    inverse_temperature: float | Tensor,
+    softcap: float,
+    log_prob: Tensor,
+    entropy: Tensor | None,
+    sum_p2: Tensor | None,
+    state: Tensor,
+) -> int:
+    logits, view = _readable(logits, labels.numel())
+    scratch = _scratch(labels.numel(), logits.shape[-1], logits.device)
+    cuda.module().token_log_probs(
+        *cuda.place(logits),
+        _cuda_inputs(view, labels, inverse_temperature, softcap),
+        native.address(scratch),
+        log_prob.data_ptr(),
+        native.address(entropy),
+        native.address(sum_p2),
+        state.data_ptr(),
+    )
+    return 0
+
+
+def _gradient_cuda(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    sum_p2: Tensor | None,
+    g_log_prob: Tensor | None,
+    g_entropy: Tensor | None,
+    g_sum_p2: Tensor | None,
+    inverse_temperature: float | Tensor,
+    softcap: float,
+    out: Tensor,
+) -> int:
+    logits, view = _readable(logits, labels.numel())
+    written, target = _rows_view(out, labels.numel())
+    cuda.module().logits_gradient(
+        *cuda.place(logits),
+        _cuda_inputs(view, labels, inverse_temperature, softcap),
+        lse.data_ptr(),
+        *(native.address(t) for t in (entropy, sum_p2, g_log_prob, g_entropy, g_sum_p2)),
+        target,
+    )
+    if written is not out:
+        out.copy_(written)
+    return 0
+
+
 # Each writes its last arguments; what they hold is described at the functions below.
-ROW_STATISTICS = Kernel("row_statistics", cpu=_row_statistics_cpu, triton="token_log_probs")
-FINISH = Kernel("finish_statistics", cpu=_finish_cpu, triton="token_log_probs")
-TOKEN_LOG_PROBS = Kernel("token_log_probs", cpu=_log_probs_cpu, triton="token_log_probs")
-LOGITS_GRADIENT = Kernel("logits_gradient", cpu=_gradient_cpu, triton="token_log_probs")
+ROW_STATISTICS = Kernel("row_statistics", cpu=_row_statistics_cpu, triton="token_log_probs", cuda=_row_statistics_cuda)
+FINISH = Kernel("finish_statistics", cpu=_finish_cpu, triton="token_log_probs", cuda=_finish_cuda)
+TOKEN_LOG_PROBS = Kernel("token_log_probs", cpu=_log_probs_cpu, triton="token_log_probs", cuda=_log_probs_cuda)
+LOGITS_GRADIENT = Kernel("logits_gradient", cpu=_gradient_cpu, triton="token_log_probs", cuda=_gradient_cuda)
 
 
 def _exact(x: float | Tensor | None) -> Any:

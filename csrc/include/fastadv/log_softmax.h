@@ -2,9 +2,15 @@
 // gradients. The specification is fastadv/reference/token_log_probs.py; the CPU and the CUDA kernels call these.
 #pragma once
 
+#include <cstdint>
+
 #include "fastadv/portability.h"
 
 namespace fastadv {
+
+// Labels that are no columns; any other that is none gives NaN.
+constexpr int64_t kNoLabel = -1;     // the row's label is in another part of the vocabulary
+constexpr int64_t kSkippedRow = -2;  // masked or ignored: not read
 
 // Powers are of 2, which need no constants to reduce their range; logits are multiplied by log2(e) with the temperature.
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
@@ -69,7 +75,7 @@ FASTADV_INLINE F power(Flag kept, F d) {
 // d log_prob / dz = -p, dH / dz = -p (log p + H), d sum_p2 / dz = 2 p (p - sum_p2).
 template <class F>
 FASTADV_INLINE F logit_gradient(F p, F log_p_plus_entropy, F g_log_prob, F g_entropy, F twice_g_sum_p2, F sum_p2) {
-  return -p * (g_log_prob + g_entropy * log_p_plus_entropy - twice_g_sum_p2 * (p - sum_p2));
+  return -p * multiply_add(-twice_g_sum_p2, p - sum_p2, multiply_add(g_entropy, log_p_plus_entropy, g_log_prob));
 }
 
 // The same at the label's logit, where d log_prob / dz = 1 - p.
@@ -91,16 +97,16 @@ FASTADV_INLINE Capped<F> softcapped(F z, F cap, F inverse_cap) {
   const F magnitude = select(x < F(0.0f), -x, x);
   // Small: Cephes' polynomial for tanhf. Large: (1 - u) / (1 + u) with u = e^(-2|x|), which also gives the slope.
   const F square = x * x;
-  F small = square * F(-5.70498872745e-3f) + F(2.06390887954e-2f);
-  small = small * square + F(-5.37397155531e-2f);
-  small = small * square + F(1.33314422036e-1f);
-  small = small * square + F(-3.33332819422e-1f);
-  small = small * square * x + x;
-  const F u = exp_bounded(clamp(magnitude * F(-2.0f), F(-80.0f), F(0.0f)));
-  const F inverse = one / (one + u);
-  const F large = (one - u) * inverse;
+  F small = multiply_add(square, F(-5.70498872745e-3f), F(2.06390887954e-2f));
+  small = multiply_add(small, square, F(-5.37397155531e-2f));
+  small = multiply_add(small, square, F(1.33314422036e-1f));
+  small = multiply_add(small, square, F(-3.33332819422e-1f));
+  small = multiply_add(small * square, x, x);
+  const F power = magnitude * F(-2.0f), least(-80.0f);
+  const F u = exp_bounded(select(power < least, least, power)), inverse_sum = inverse(one + u);
+  const F large = (one - u) * inverse_sum;
   const F tanh = select(magnitude < F(0.625f), small, select(x < F(0.0f), -large, large));
-  return {select(z > none, cap * tanh, z), F(4.0f) * u * inverse * inverse};
+  return {select(z > none, cap * tanh, z), F(4.0f) * u * inverse_sum * inverse_sum};
 }
 
 }  // namespace fastadv
