@@ -20,17 +20,17 @@ __device__ double number(const T* numbers, int64_t row) {
   return numbers ? double(numbers[row]) : 0.0;
 }
 
-// What the gradient by a logit that is not the label's is computed from. (z - center) / T is log p + H: exactly 0 where all
-// logits are equal. The center is a float and a rest.
+// What the gradient by a logit that is not the label's is computed from. (z - center) / T is log p + H, where the center is a
+// float and a rest: so of equal logits, it is 0 but for a rounding of the rest.
 struct Factors {
   float center, scale, p_scale, power_rest, g_log_prob, g_entropy, twice_g_sum_p2, sum_p2;
 };
 
 __device__ Factors factors_of(const RowGradient& g) {
-  const double center = (g.lse - g.entropy) / g.inverse_temperature;
-  const float center_high = float(center);
-  const double rest = (center - double(center_high)) * g.inverse_temperature;
-  return {center_high,
+  const double mean = g.lse - g.entropy;  // of z / T
+  const float center = __fdividef(float(mean), float(g.inverse_temperature));
+  const double rest = mean - double(center) * g.inverse_temperature;  // what the division left too
+  return {center,
           float(g.inverse_temperature * kLog2E),
           float(exp(-g.entropy - rest)),
           float(-rest * kLog2E),
@@ -130,7 +130,8 @@ logits_gradient_kernel(LogitsInputs in, LogProbsState state, LogProbsGradients u
   }
   __syncthreads();
   const Factors factors = shared_factors;
-  constexpr int kAtOnce = kCapped ? kTiles / 2 : kTiles;  // a softcap takes registers, and more time than memory does
+  // A softcap takes registers, and more time than memory does.
+  constexpr int kAtOnce = !kCapped ? kTiles : kAligned ? 2 : 1;
   for (const int whole = columns / (kAtOnce * kTile) * (kAtOnce * kTile); column < whole; column += kAtOnce * kTile)
     write_tiles<kAligned, kMoments, kCapped, kAtOnce>(from + column, to + column, kWidth, factors, in.softcap, in.inverse_softcap);
   for (; column < columns; column += kTile)
