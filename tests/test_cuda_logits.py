@@ -126,6 +126,13 @@ def test_probabilities_near_one_keep_their_small_gradients(vocab: int) -> None:
     assert float(found[0, 0]) == pytest.approx(expected, rel=1e-5 if vocab == 3 else 2e-3)
 
 
+def test_a_label_is_no_likelier_than_1() -> None:
+    """Where a log-sum-exp was rounded down, the gradient is 0 and has no other sign."""
+    logits, one = torch.full((1, 1), 5.0), torch.ones(1)
+    lse = torch.tensor([5.0 - 1e-6], dtype=torch.float64)
+    assert float(gradient(logits, torch.tensor([0]), lse, None, None, one, None, None)) == 0.0
+
+
 def test_equal_logits_have_no_gradient_of_entropy_or_sum_p2() -> None:
     for value, inverse in ((5.25, 1.0), (-77.7, 0.3), (1e4, 1.7)):
         logits, labels = torch.full((1, 5003), value), torch.tensor([1])
@@ -239,8 +246,8 @@ def test_dtypes_and_layouts_give_the_same_bits(softcap: float) -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 def test_a_row_that_is_split_gives_the_same_bits(softcap: float, monkeypatch: Any) -> None:
-    vocab = 2 * PART + 100
-    logits, labels = draw(4, vocab)
+    vocab = 4 * PART + 1100
+    logits = draw(4, vocab)[0]
     logits[1, :PART] = -INF
     logits[2] = -INF
     labels = torch.tensor([40_000, vocab - 1, 5, _logits.SKIPPED])

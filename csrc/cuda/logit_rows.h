@@ -4,7 +4,7 @@
 // tiles of their own. A thread has the same eight columns of every tile. Rows longer than a part are summed part by part.
 #pragma once
 
-#include <type_traits>
+#include <stdexcept>
 
 #include "cuda/kernels.h"
 #include "cuda/vectors.h"
@@ -40,17 +40,12 @@ bool aligned_rows(const LogitsView& view) {
   return aligned(view.data) && (view.outer_stride * sizeof(T)) % kLoadBytes == 0 && (view.inner_stride * sizeof(T)) % kLoadBytes == 0;
 }
 
-template <class T>
-struct Type {
-  using type = T;
-};
-
-// Calls `body` with the type of logits.
+// Calls `body` with a 0 of the type of logits.
 template <class Body>
 void with_type(DType dtype, const Body& body) {
-  if (dtype == DType::kFloat32) return body(Type<float>{});
-  if (dtype == DType::kBFloat16) return body(Type<__nv_bfloat16>{});
-  if (dtype == DType::kFloat16) return body(Type<__half>{});
+  if (dtype == DType::kFloat32) return body(float{});
+  if (dtype == DType::kBFloat16) return body(__nv_bfloat16{});
+  if (dtype == DType::kFloat16) return body(__half{});
   throw std::invalid_argument("logits are float32, bfloat16 or float16");
 }
 

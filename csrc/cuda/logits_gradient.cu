@@ -174,8 +174,8 @@ void logits_gradient(const Launcher& launcher, const LogitsInputs& in, const Log
   if (in.logits.dtype == DType::kFloat32 && gradient.dtype == DType::kBFloat16)
     return launch<float, __nv_bfloat16>(launcher, in, state, upstream, gradient);
   if (gradient.dtype != in.logits.dtype) throw std::invalid_argument("the gradient has another type than the logits");
-  with_type(in.logits.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
+  with_type(in.logits.dtype, [&](auto zero) {
+    using T = decltype(zero);
     launch<T, T>(launcher, in, state, upstream, gradient);
   });
 }

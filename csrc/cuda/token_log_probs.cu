@@ -286,8 +286,8 @@ void launch_aligned(const Launcher& launcher, const LogitsInputs& in, const Resu
 
 void launch(const Launcher& launcher, const LogitsInputs& in, const Results& results, double* scratch) {
   if (!in.logits.rows) return;
-  with_type(in.logits.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
+  with_type(in.logits.dtype, [&](auto zero) {
+    using T = decltype(zero);
     if (aligned_rows<T>(in.logits)) {
       launch_aligned<T, true>(launcher, in, results, scratch);
     } else {
