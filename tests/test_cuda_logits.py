@@ -334,7 +334,7 @@ def test_statistics_of_codes() -> None:
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6, equal_nan=True)
     assert found[:, 0].tolist() == [0, 0, 1, 0, 0]
     many = torch.rand(3, 5, 300, dtype=torch.float64)  # more rows than a block merges
-    many[:, :, 7], many[1, 1, 8] = NAN, -INF
+    many[:, :, 7], many[1, 1, 8], many[2, 0, 9] = NAN, -INF, NAN
     for statistics in (found, many):
         for x, y in zip(_logits.finish("cuda", statistics), _logits.finish("cpu", statistics), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-14, equal_nan=True)
