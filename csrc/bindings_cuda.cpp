@@ -5,6 +5,7 @@
 #include "cuda/kernels.h"
 
 namespace py = pybind11;
+using namespace fastadv;
 using namespace fastadv::cuda;
 
 namespace {
@@ -141,6 +142,50 @@ void py_fused_turn_advantages(int device, uintptr_t stream, const py::tuple& vot
 
 // ---- policy loss
 
+// out: addresses of sum, minimum, tokens, missing. partials and counter: 0 where `parts` is 1.
+void py_sequence_log_ratios(int device, uintptr_t stream, const py::tuple& rows, int dtype, uintptr_t log_probs, int old_dtype,
+                            uintptr_t old_log_probs, uintptr_t mask, bool skip_missing, unsigned parts, const py::tuple& out,
+                            uintptr_t partials, uintptr_t counter) {
+  const auto address = [&](int i) { return out[i].cast<uintptr_t>(); };
+  sequence_log_ratios(Launcher("sequence_log_ratios", device, stream), rows_of(rows), DType(dtype), pointer<void>(log_probs),
+                      DType(old_dtype), pointer<void>(old_log_probs), pointer<const uint8_t>(mask), skip_missing, parts,
+                      {pointer<double>(address(0)), pointer<double>(address(1)), pointer<int64_t>(address(2)), pointer<int64_t>(address(3))},
+                      pointer<RowLogRatios>(partials), pointer<unsigned>(counter));
+}
+
+// dtype: of all per-token inputs. inputs, outputs: addresses in the order of PolicyLoss; formula: a Formula.
+void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dtype, const py::tuple& inputs, const py::tuple& formula,
+                    const py::tuple& outputs, unsigned blocks) {
+  const auto in = [&](int i) { return inputs[i].cast<uintptr_t>(); };
+  const auto out = [&](int i) { return outputs[i].cast<uintptr_t>(); };
+  const auto number = [&](int i) { return formula[i].cast<float>(); };
+  const auto kind = [&](int i) { return int(number(i)); };
+  const PolicyLoss arguments{
+      rows_of(rows),
+      pointer<void>(in(0)), pointer<void>(in(1)), pointer<void>(in(2)), pointer<void>(in(3)), pointer<void>(in(4)),
+      pointer<void>(in(5)), pointer<void>(in(6)), pointer<void>(in(7)), pointer<const uint8_t>(in(8)),
+      pointer<const int32_t>(in(9)), pointer<const float>(in(10)), pointer<const int64_t>(in(11)), pointer<const double>(in(12)),
+      pointer<const int64_t>(in(13)), pointer<const float>(in(14)), pointer<const float>(in(15)), pointer<const double>(in(16)),
+      pointer<void>(out(0)), pointer<void>(out(1)), pointer<float>(out(2)), pointer<float>(out(3)), pointer<double>(out(4)),
+      pointer<float>(out(5)), pointer<double>(out(6)), pointer<unsigned>(out(7)),
+      AdvantageKind(kind(0)),
+      {number(2), number(3), number(4), number(5), number(6), number(7), number(8)},
+      {Correction(kind(9)), number(10), number(11), number(12), number(13), number(14)},
+      {Kl(kind(15)), KlGradient(kind(16)), number(17)},
+      number(18)};
+  policy_loss(Launcher("policy_loss", device, stream), DType(dtype), Loss(kind(1)), arguments, blocks);
+}
+
+void py_share_gradients(int device, uintptr_t stream, const py::tuple& rows, uintptr_t mask, int dtype, uintptr_t token_weights,
+                        uintptr_t shared, bool add, uintptr_t gradient) {
+  share_gradients(Launcher("share_gradients", device, stream), rows_of(rows), pointer<const uint8_t>(mask), DType(dtype),
+                  pointer<void>(token_weights), pointer<const float>(shared), add, pointer<float>(gradient));
+}
+
+void py_scale_gradient(int device, uintptr_t stream, int64_t count, int dtype, uintptr_t gradient, uintptr_t factor) {
+  scale_gradient(Launcher("scale_gradient", device, stream), count, DType(dtype), pointer<void>(gradient), pointer<const float>(factor));
+}
+
 // ---- log-probs from logits
 
 // (address, type, rows, vocabulary, size of the second leading dimension, strides of the first and of the second).
@@ -212,6 +257,10 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("turn_advantages", &py_turn_advantages);
   m.def("fused_turn_advantages", &py_fused_turn_advantages);
   // policy loss
+  m.def("sequence_log_ratios", &py_sequence_log_ratios);
+  m.def("policy_loss", &py_policy_loss);
+  m.def("share_gradients", &py_share_gradients);
+  m.def("scale_gradient", &py_scale_gradient);
   // log-probs from logits
   m.def("row_sums_scratch", &row_sums_scratch);
   m.def("row_statistics", &py_row_statistics);

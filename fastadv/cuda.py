@@ -22,3 +22,19 @@ def place(t: Tensor) -> tuple[int, int]:
         return 0, 0  # kernels that were compiled for the CPU have neither
     index = t.device.index
     return index, torch._C._cuda_getCurrentRawStream(index)
+
+
+def counter(t: Tensor, stream: int) -> Tensor:
+    """An int32 zero by which the blocks of a launch tell which of them is the last; each launch leaves it at 0.
+
+    Launches of one stream run one after the other and share it. In a graph, whose launches may run beside any other,
+    each has its own.
+    """
+    if stream and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=t.device)
+    return _counter(t.device, stream)
+
+
+@functools.cache
+def _counter(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)

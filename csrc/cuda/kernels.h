@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/launch.h"
+#include "cuda/policy_loss.h"
 #include "cuda/rows.h"
 #include "fastadv/baselines.h"
 #include "fastadv/log_softmax.h"
@@ -90,7 +91,29 @@ template <class Out>
 void turn_advantages(const Launcher& launcher, const Voters& voters, const AdvantageRule& rule, const SegmentIndex& segments,
                      const TurnRule& turns, Out* values);
 
-// ---- sequence_log_ratios.cu, policy_loss.cu
+// ---- sequence_log_ratios.cu, policy_loss.cu, policy_gradients.cu
+struct RowLogRatios {  // of one row
+  double sum;          // of log_prob - old_log_prob
+  double minimum;      // the smallest, 0 where none is negative
+  int64_t tokens, missing;
+};
+struct SequenceLogRatios {  // each [rows]
+  double* sum;
+  double* minimum;
+  int64_t* tokens;
+  int64_t* missing;
+};
+// `parts` blocks share each row; where that is more than one, they need `partials` [rows, parts] and `counter`, 0 between launches.
+void sequence_log_ratios(const Launcher& launcher, const Rows& rows, DType dtype, const void* log_probs, DType old_dtype,
+                         const void* old_log_probs, const uint8_t* mask, bool skip_missing, unsigned parts,
+                         const SequenceLogRatios& out, RowLogRatios* partials, unsigned* counter);
+// `dtype`: of all per-token inputs. The caller fills all but by_row, aligned and steps.
+void policy_loss(const Launcher& launcher, DType dtype, Loss loss, PolicyLoss arguments, unsigned blocks);
+// gradient = what is there, if `add`, + the mean of the row's `shared` over its tokens that count, at those.
+void share_gradients(const Launcher& launcher, const Rows& rows, const uint8_t* mask, DType dtype, const void* token_weights,
+                     const float* shared, bool add, float* gradient);
+// gradient[count] times a number on the device. Where that is 1, nothing else is read.
+void scale_gradient(const Launcher& launcher, int64_t count, DType dtype, void* gradient, const float* factor);
 
 // ---- token_log_probs.cu, logits_gradient.cu: log-softmax of rows of logits
 struct LogitsView {  // [rows / inner, inner, vocab], the vocabulary contiguous

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastadv import native, validation
+from fastadv import cuda, native, validation
 from fastadv.kernels import Kernel
 from fastadv.losses import CORRECTIONS, KL_ESTIMATORS, KL_GRADIENTS, NATIVE_LOSSES, LossConfig
 from fastadv.ops import _loss_arguments as arguments
@@ -136,13 +136,103 @@ def _cpu(
     return faults
 
 
+BLOCK = 1024  # tokens that are worth a block on a GPU
+BLOCKS = 1024  # as many run at once on a large one: from there on, each takes more tokens,
+BLOCK_TOKENS = 16384  # up to this many
+
+
+def _cuda(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: Inputs,
+    formula: Formula,
+    gradient: Tensor | None,
+    entropy_gradient: Tensor | None,
+    value: Tensor | None,
+    sums: Tensor,
+) -> int:
+    """Per-token inputs that are not contiguous or differ in dtype are copied first, to float32; an output that is not
+    contiguous, or not in the dtype that the kernel writes, is copied last. Each takes a pass."""
+    by_token = formula.advantage_kind == arguments.TOKEN
+    shared = formula.shared_gradient != 0 and gradient is not None
+    streams = [
+        log_probs, inputs.old_log_probs, inputs.advantages if by_token else None, inputs.token_weights,
+        inputs.is_weights, inputs.rollout_log_probs, inputs.ref_log_probs, entropy,
+    ]  # fmt: skip
+    dtypes = {t.dtype for t in streams if t is not None}
+    dtype = log_probs.dtype if len(dtypes) == 1 and not shared else torch.float32
+    streams = [None if t is None else t.to(dtype).contiguous() for t in streams]
+    on = inputs.mask.contiguous() if inputs.mask.dtype == torch.bool else native.mask_bytes(inputs.mask)
+    turn_ids = inputs.turn_ids
+    if turn_ids is not None and turn_ids.dtype != torch.int32:
+        turn_ids = turn_ids.clamp(-1, 2**31 - 1).to(torch.int32)  # a turn that no table has stays one
+    table = (
+        None if turn_ids is None else turn_ids.contiguous(), None if by_token else inputs.advantages,
+        inputs.segment_offsets, inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights,
+        inputs.scale,
+    )  # fmt: skip
+    rows = Rows.trusted(log_probs, inputs.cu_seqlens)
+    layout = native.rows(rows)
+    written = _written(gradient, dtype)
+    entropy_written = _written(entropy_gradient, dtype)
+    # Policy gradients that rollouts share lie beside those of a penalty, if there is one.
+    shares = torch.empty_like(written) if shared and inputs.ref_log_probs is not None else written
+    blocks = max(1, min(-(-rows.tokens // BLOCK), max(BLOCKS, -(-rows.tokens // BLOCK_TOKENS))))
+    partials = torch.empty(len(SUMS) * blocks, dtype=torch.float64, device=sums.device)
+    device, stream = cuda.place(sums)
+    per_token = value is not None and value.dim() != 0
+    module = cuda.module()
+    module.policy_loss(
+        device,
+        stream,
+        layout,
+        native.DTYPES[dtype],
+        (*map(native.address, streams), native.address(on), *map(native.address, table)),
+        formula,
+        (
+            0 if shared and shares is written else native.address(written),
+            native.address(entropy_written),
+            native.address(value) if per_token else 0,
+            native.address(shares) if shared else 0,
+            sums.data_ptr(),
+            0 if per_token else native.address(value),
+            partials.data_ptr(),
+            cuda.counter(sums, stream).data_ptr(),
+        ),
+        blocks,
+    )
+    if shared:
+        weights = native.address(streams[3])
+        add = shares is not written
+        module.share_gradients(
+            device, stream, layout, native.address(on), native.DTYPES[dtype], weights, native.address(shares), add,
+            native.address(written),
+        )  # fmt: skip
+    for output, kernels in ((gradient, written), (entropy_gradient, entropy_written)):
+        if output is not None and kernels is not None and kernels is not output:
+            output.copy_(kernels)
+    return 0
+
+
+def _written(output: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What the CUDA kernel writes, given inputs of a dtype: the output itself where that is as the kernel writes it."""
+    if output is None:
+        return None
+    writes = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    if output.dtype == writes and output.is_contiguous():
+        return output
+    return torch.empty(output.shape, dtype=writes, device=output.device)
+
+
 # What it reads: log_probs, [N] or [B, T]; entropy, like them, or None; checked inputs and formula.
 # What it writes:
 #   gradient, entropy_gradient: derivatives of the loss by log_probs and by entropy, like them, float32, bfloat16 or
 #     float16, any strides. None: not computed.
-#   token_losses: weighted token losses, float32, contiguous, like log_probs. None: not computed.
+#   token_losses: weighted token losses, float32, contiguous, like log_probs. None: not computed. On WRITES_LOSS it may
+#     be 0-d instead, for the loss.
 #   sums: [13] float64, loss * scale and the other sums of SUMS.
-POLICY_LOSS = Kernel("policy_loss", cpu=_cpu, triton="policy_loss")
+POLICY_LOSS = Kernel("policy_loss", cpu=_cpu, triton="policy_loss", cuda=_cuda)
+WRITES_LOSS = ("cuda",)  # a copy of the sum would be a launch of its own
 
 
 def _scale_cpu(gradient: Tensor, factor: Tensor) -> int:
@@ -151,9 +241,18 @@ def _scale_cpu(gradient: Tensor, factor: Tensor) -> int:
     return 0
 
 
+def _scale_cuda(gradient: Tensor, factor: Tensor) -> int:
+    factor = factor.to(torch.float32)
+    cuda.module().scale_gradient(
+        *cuda.place(gradient), gradient.numel(), native.DTYPES[gradient.dtype], native.address(gradient),
+        native.address(factor),
+    )  # fmt: skip
+    return 0
+
+
 # Multiplies a contiguous gradient by a 0-d factor. To multiply by 1 would cost as much as the loss, and on a GPU the
 # host does not wait to know the factor: there the kernel looks.
-SCALE_GRADIENT = Kernel("scale_gradient", cpu=_scale_cpu, triton="policy_loss")
+SCALE_GRADIENT = Kernel("scale_gradient", cpu=_scale_cpu, triton="policy_loss", cuda=_scale_cuda)
 
 
 def _gradient_dtype(dtype: torch.dtype, formula: list[float]) -> torch.dtype:
@@ -232,11 +331,11 @@ def launch(
         Formula(int(kind), int(loss), *numbers),  # type: ignore[arg-type]
         gradient if gradients[0] else None,
         entropy_gradient if gradients[1] else None,
-        value if per_token else None,
+        value if per_token or backend in WRITES_LOSS else None,
         sums,
     )
     validation.native_faults("policy_loss", faults)
-    if not per_token:
+    if not per_token and backend not in WRITES_LOSS:
         value.copy_(sums[0])
     return value, gradient, entropy_gradient, sums
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastadv import dispatch, native, validation
+from fastadv import cuda, dispatch, native, validation
 from fastadv.kernels import Kernel
 from fastadv.ops._register import native_op
 from fastadv.reference import sequence_log_ratios as reference
@@ -36,8 +36,46 @@ def _cpu(
     return faults
 
 
+BLOCKS = 1024  # more do not make a GPU faster
+PART = 16384  # tokens of a row below which a second block is not worth it
+PARTIAL = 32  # bytes of what a block finds of a row
+
+
+def _cuda(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    skip_missing: bool,
+    out: list[Tensor],
+) -> int:
+    rows = Rows.trusted(mask, cu_seqlens)
+    log_probs, old_log_probs, on = log_probs.contiguous(), old_log_probs.contiguous(), native.mask_bytes(mask)
+    device, stream = cuda.place(mask)
+    count = max(1, rows.count)
+    parts = max(1, min(BLOCKS // count, rows.tokens // (count * PART)))  # blocks that share a row
+    shared = parts > 1
+    partials = torch.empty(parts * count * PARTIAL, dtype=torch.uint8, device=mask.device) if shared else None
+    cuda.module().sequence_log_ratios(
+        device,
+        stream,
+        native.rows(rows),
+        native.DTYPES[log_probs.dtype],
+        native.address(log_probs),
+        native.DTYPES[old_log_probs.dtype],
+        native.address(old_log_probs),
+        native.address(on),
+        skip_missing,
+        parts,
+        tuple(t.data_ptr() for t in out),
+        native.address(partials),
+        native.address(cuda.counter(mask, stream)) if shared else 0,
+    )
+    return 0
+
+
 # Writes the fields of a SequenceLogRatios, each [B].
-SEQUENCE_LOG_RATIOS = Kernel("sequence_log_ratios", cpu=_cpu, triton="sequence_log_ratios")
+SEQUENCE_LOG_RATIOS = Kernel("sequence_log_ratios", cpu=_cpu, triton="sequence_log_ratios", cuda=_cuda)
 
 
 def _fake(

@@ -69,7 +69,7 @@ FASTADV_INLINE auto token_ratio(F log_prob, F old_log_prob, const LossParameters
   using Flag = decltype(log_prob < log_prob);
   const F bound(p.log_ratio_bound), raw = log_prob - old_log_prob;
   const F log_ratio = clamp(raw, -bound, bound);
-  return Ratio<F, Flag>{log_ratio, exp_bounded(log_ratio), (raw > bound) | (raw < -bound)};
+  return Ratio<F, Flag>{log_ratio, exp_bounded(log_ratio), Flag((raw > bound) | (raw < -bound))};
 }
 
 // GSPO's: the ratio of the rollout, exp of the mean log-ratio, which is cut at the bound from above only, as verl does.
@@ -102,7 +102,7 @@ FASTADV_INLINE auto cispo_term(const Ratio<F, Flag>& r, F log_prob, F advantage,
   const F low(p.ratio_low), high(p.ratio_high);
   const F coefficient = -advantage * clamp(r.ratio, low, high);
   const Flag never = log_prob < log_prob;
-  return TokenTerm<F, Flag>{coefficient * log_prob, coefficient, (r.ratio < low) | (r.ratio > high), never};
+  return TokenTerm<F, Flag>{coefficient * log_prob, coefficient, Flag((r.ratio < low) | (r.ratio > high)), never};
 }
 
 // SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau; the derivative of the gate by r is 4 g (1 - g).

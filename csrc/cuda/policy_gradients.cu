@@ -1,0 +1,109 @@
+// What is done with the policy loss's gradient afterwards, a launch each.
+//
+// A gradient that rollouts share: a block a row reads 4 bytes of the gradient and 1 of the mask a token, and 1 of the mask
+// again, and writes 4; 4 more of a penalty's gradient, and of each of two reads of token weights, where there are any.
+// A gradient that is scaled: nothing where the factor is 1, else it is read and written.
+#include "cuda/kernels.h"
+#include "cuda/sums.h"
+#include "cuda/vectors.h"
+
+namespace fastadv::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr unsigned kScalingBlocks = 1024;  // as many as run at once on a large GPU; each goes over the rest
+
+template <class T>
+__device__ bool counts(const uint8_t* mask, const T* token_weights, int64_t token) {
+  return mask[token] != 0 && (!token_weights || to_float(token_weights[token]) != 0.0f);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+share_gradients_kernel(Rows rows, const uint8_t* __restrict__ mask, const T* __restrict__ token_weights, const float* shared,
+                       bool add, float* gradient) {
+  __shared__ double of_warps[kWarps][2];
+  const int64_t begin = rows.begin(blockIdx.x), end = rows.end(blockIdx.x);
+  CompensatedSum sum;
+  int64_t tokens = 0;
+  for (int64_t token = begin + threadIdx.x; token < end; token += kThreads) {
+    if (!counts(mask, token_weights, token)) continue;
+    sum.add(shared[token]);
+    ++tokens;
+  }
+  const double of_warp = warp_sum(sum.value()), tokens_of_warp = warp_sum(double(tokens));
+  if (threadIdx.x % kWarp == 0) {
+    of_warps[threadIdx.x / kWarp][0] = of_warp;
+    of_warps[threadIdx.x / kWarp][1] = tokens_of_warp;
+  }
+  __syncthreads();
+  double of_row = 0.0, tokens_of_row = 0.0;
+  for (const auto& warp : of_warps) {
+    of_row += warp[0];
+    tokens_of_row += warp[1];
+  }
+  const float share = float(of_row / (tokens_of_row > 1.0 ? tokens_of_row : 1.0));
+  for (int64_t token = begin + threadIdx.x; token < end; token += kThreads)
+    gradient[token] = (add ? gradient[token] : 0.0f) + (counts(mask, token_weights, token) ? share : 0.0f);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) scale_gradient_kernel(int64_t count, T* gradient, const float* factor, bool aligned) {
+  constexpr int kTokens = kLoadBytes / sizeof(T);
+  const float by = *factor;
+  if (by == 1.0f) return;  // to multiply by 1 would cost as much as the loss
+  const int64_t stride = int64_t{gridDim.x} * kThreads * kTokens;
+  for (int64_t start = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kTokens; start < count; start += stride) {
+    const int64_t left = count - start;
+    const bool whole = aligned && left >= kTokens;
+    auto v = whole ? load_vector<kTokens>(gradient + start) : load_some<kTokens>(gradient + start, left, from_float<T>(0.0f));
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) v.values[i] = from_float<T>(to_float(v.values[i]) * by);
+    if (whole) {
+      store_vector(gradient + start, v);
+    } else {
+      store_some(gradient + start, left, v);
+    }
+  }
+}
+
+template <class T>
+void launch_share(const Launcher& launcher, const Rows& rows, const uint8_t* mask, const void* token_weights, const float* shared,
+                  bool add, float* gradient) {
+  share_gradients_kernel<T><<<launcher.blocks(rows.count, 1), kThreads, 0, launcher.stream()>>>(
+      rows, mask, static_cast<const T*>(token_weights), shared, add, gradient);
+  launcher.launched();
+}
+
+template <class T>
+void launch_scale(const Launcher& launcher, int64_t count, void* gradient, const float* factor) {
+  const unsigned blocks = launcher.blocks(count, kThreads * (kLoadBytes / int(sizeof(T))));
+  scale_gradient_kernel<T><<<blocks < kScalingBlocks ? blocks : kScalingBlocks, kThreads, 0, launcher.stream()>>>(
+      count, static_cast<T*>(gradient), factor, aligned(gradient));
+  launcher.launched();
+}
+
+}  // namespace
+
+void share_gradients(const Launcher& launcher, const Rows& rows, const uint8_t* mask, DType dtype, const void* token_weights,
+                     const float* shared, bool add, float* gradient) {
+  if (rows.count == 0) return;
+  switch (dtype) {
+    case DType::kFloat32: return launch_share<float>(launcher, rows, mask, token_weights, shared, add, gradient);
+    case DType::kBFloat16: return launch_share<__nv_bfloat16>(launcher, rows, mask, token_weights, shared, add, gradient);
+    default: return launch_share<__half>(launcher, rows, mask, token_weights, shared, add, gradient);
+  }
+}
+
+void scale_gradient(const Launcher& launcher, int64_t count, DType dtype, void* gradient, const float* factor) {
+  if (count == 0) return;
+  switch (dtype) {
+    case DType::kFloat32: return launch_scale<float>(launcher, count, gradient, factor);
+    case DType::kBFloat16: return launch_scale<__nv_bfloat16>(launcher, count, gradient, factor);
+    default: return launch_scale<__half>(launcher, count, gradient, factor);
+  }
+}
+
+}  // namespace fastadv::cuda
