@@ -156,9 +156,11 @@ void py_sequence_log_ratios(int device, uintptr_t stream, const py::tuple& rows,
 // dtype: of all per-token inputs. inputs, outputs: addresses in the order of PolicyLoss; formula: a Formula.
 void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dtype, const py::tuple& inputs, const py::tuple& formula,
                     const py::tuple& outputs, unsigned blocks) {
-  const auto in = [&](int i) { return inputs[i].cast<uintptr_t>(); };
-  const auto out = [&](int i) { return outputs[i].cast<uintptr_t>(); };
-  const auto number = [&](int i) { return formula[i].cast<float>(); };
+  if (inputs.size() != 17 || formula.size() != 20 || outputs.size() != 8) throw std::invalid_argument("policy_loss: tuples of other lengths");
+  // Without pybind11's casts, which for so many numbers would take as long as the launch.
+  const auto in = [&](int i) { return uintptr_t(PyLong_AsSize_t(PyTuple_GET_ITEM(inputs.ptr(), i))); };
+  const auto out = [&](int i) { return uintptr_t(PyLong_AsSize_t(PyTuple_GET_ITEM(outputs.ptr(), i))); };
+  const auto number = [&](int i) { return float(PyFloat_AsDouble(PyTuple_GET_ITEM(formula.ptr(), i))); };
   const auto kind = [&](int i) { return int(number(i)); };
   const PolicyLoss arguments{
       rows_of(rows),
@@ -173,6 +175,7 @@ void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dty
       {Correction(kind(9)), number(10), number(11), number(12), number(13), number(14)},
       {Kl(kind(15)), KlGradient(kind(16)), number(17)},
       number(18)};
+  if (PyErr_Occurred()) throw py::error_already_set();
   policy_loss(Launcher("policy_loss", device, stream), DType(dtype), Loss(kind(1)), arguments, blocks);
 }
 

@@ -81,13 +81,11 @@ __global__ void __launch_bounds__(kThreads, kExtended || sizeof(T) < 4 ? 3 : 4) 
   if (chunk.count > 0) row.enter(a, chunk, 0, 0);  // the same search in all threads, which the cache then knows
   for (int start = threadIdx.x * kTokens; start < chunk.count; start += kBlock) {
     if (start >= row.end) row.enter(a, chunk, start, row.row + 1);
-    if (a.aligned && start + kTokens <= row.end) {
-      add_tokens<kLoss, kExtended, T, kTokens>(a, row, chunk.first, start, sums);
-    } else {
-      for (int at = start; at < start + kTokens && at < chunk.count; ++at) {
-        if (at >= row.end) row.enter(a, chunk, at, row.row + 1);
-        add_tokens<kLoss, kExtended, T, 1>(a, row, chunk.first, at, sums);
-      }
+    const bool together = a.aligned && start + kTokens <= row.end;
+    if (together && add_tokens<kLoss, kExtended, T, kTokens>(a, row, chunk.first, start, sums)) continue;
+    for (int at = start; at < start + kTokens && at < chunk.count; ++at) {
+      if (at >= row.end) row.enter(a, chunk, at, row.row + 1);
+      add_tokens<kLoss, kExtended, T, 1>(a, row, chunk.first, at, sums);
     }
   }
   finish<kExtended>(a, sums);
@@ -97,6 +95,7 @@ template <bool kExtended, class T>
 void launch(const Launcher& launcher, Loss loss, PolicyLoss a, unsigned blocks) {
   const int64_t per_step = int64_t{blocks} * kThreads * tokens_at_once<kExtended, T>();
   a.steps = int((a.rows.tokens + per_step - 1) / per_step);
+  if (a.steps * tokens_at_once<kExtended, T>() > kThreadTokens) throw std::invalid_argument("policy_loss: too few blocks");
   const auto start = [&](auto kernel) { kernel<<<blocks, kThreads, 0, launcher.stream()>>>(a); };
   switch (loss) {
     case Loss::kReinforce: start(policy_loss_kernel<Loss::kReinforce, kExtended, T>); break;

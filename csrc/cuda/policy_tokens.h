@@ -65,8 +65,10 @@ struct PolicySums {
   unsigned weighed = 0;  // rejected, capped, missing
 };
 
+// One token in the four counts. Where one of `b` counts, so does `a`.
 __device__ inline unsigned four_counts(bool a, bool b, bool c, bool d) {
-  return (a ? 1u : 0u) + (b ? 1u << 8 : 0u) + (c ? 1u << 16 : 0u) + (d ? 1u << 24 : 0u);
+  const unsigned low = b ? 0x0101u : a ? 1u : 0u, high = c ? 0x10000u : 0u;
+  return low + (d ? high + 0x1000000u : high);
 }
 
 // N neighbours of a per-token input, `other` where it is absent.
@@ -124,7 +126,6 @@ struct TokenOptions {
 template <Loss kLoss, bool kExtended>
 __device__ TokenOutputs add_token(const PolicyLoss& a, const Row& row, bool on, float scale, float log_prob, float old_log_prob,
                                   float advantage, const TokenOptions& options, PolicySums& sums) {
-  on = on && row.counts;
   if constexpr (kExtended) on = on && options.weight != 0.0f;
   log_prob = on ? log_prob : 0.0f;
   old_log_prob = on ? old_log_prob : 0.0f;
@@ -142,10 +143,10 @@ __device__ TokenOutputs add_token(const PolicyLoss& a, const Row& row, bool on, 
       if (a.rollout_log_probs) {
         const auto w = importance_weight(old_log_prob, on ? options.rollout_log_prob : 0.0f, a.correction);
         correction = correction * w.weight;
-        sums.weighed += four_counts(false, on && w.capped, on && w.missing, false);
+        sums.weighed += (on && w.capped ? 0x100u : 0u) + (on && w.missing ? 0x10000u : 0u);
       }
       used = on && correction != 0.0f;
-      sums.weighed += on && !used;
+      sums.weighed += on && !used ? 1u : 0u;
       sums.is_weight += on ? correction : 0.0f;
       loss = loss * correction;
       gradient = gradient * correction;
@@ -181,10 +182,40 @@ __device__ TokenOutputs add_token(const PolicyLoss& a, const Row& row, bool on, 
   return out;
 }
 
-// N neighbours in one row from token `first` + `at` on, moved in one go where N is more than 1.
-template <Loss kLoss, bool kExtended, class T, int N>
-__device__ void add_tokens(const PolicyLoss& a, const Row& row, int64_t first, int at, PolicySums& sums) {
+template <bool kExtended, class T, int N>
+__device__ void store_outputs(const PolicyLoss& a, int64_t first, int at, const float (&losses)[N], const float (&gradients)[N],
+                              const float (&shared)[N], const float (&entropy_gradients)[N]) {
   using Gradient = typename GradientOf<T>::Type;
+  store_output<Gradient>(a.gradient, first, at, gradients);
+  store_output<float>(a.token_losses, first, at, losses);
+  if constexpr (kExtended) {
+    store_output<float>(a.shared, first, at, shared);
+    store_output<Gradient>(a.entropy_gradient, first, at, entropy_gradients);
+  }
+}
+
+// Whether any byte of a mask is kFractional; bytes are at most that.
+template <int N>
+__device__ bool any_fractional(const Vector<uint8_t, N>& mask) {
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    unsigned four;
+    memcpy(&four, mask.values + i, sizeof(four));
+    any = any || (four & 0x01010101u * kFractional);
+  }
+  return any;
+}
+
+// N neighbours in one row from token `first` + `at` on, moved in one go where N is more than 1. False, and nothing was done: of
+// one of them nobody knows what it means, and they have to come one by one.
+template <Loss kLoss, bool kExtended, class T, int N>
+__device__ bool add_tokens(const PolicyLoss& a, const Row& row, int64_t first, int at, PolicySums& sums) {
+  if (!row.counts) {  // an excluded row is not read at all
+    const float zeros[N] = {};
+    store_outputs<kExtended, T>(a, first, at, zeros, zeros, zeros, zeros);
+    return true;
+  }
   auto mask = load_vector<N>(a.mask + first + at);
   const auto log_probs = load_vector<N>(static_cast<const T*>(a.log_probs) + first + at);
   auto old_log_probs = log_probs;
@@ -199,11 +230,13 @@ __device__ void add_tokens(const PolicyLoss& a, const Row& row, int64_t first, i
   }
   float advantages[N], losses[N], gradients[N], shared[N], entropy_gradients[N];
   load_advantages<T>(a, row, first, at, mask, advantages);
+  if constexpr (N > 1) {
+    if (any_fractional(mask)) return false;
+  }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    // NaN also where a bound would have hidden it.
     const unsigned on = mask.values[i];
-    const float scale = on == kFractional ? NAN : row.scale;
+    const float scale = N == 1 && on == kFractional ? NAN : row.scale;  // also where a bound would have hidden it
     TokenOptions options{};
     if constexpr (kExtended) {
       options = {to_float(weights.values[i]), to_float(is_weights.values[i]), to_float(rollout_log_probs.values[i]),
@@ -216,12 +249,8 @@ __device__ void add_tokens(const PolicyLoss& a, const Row& row, int64_t first, i
     shared[i] = out.shared;
     entropy_gradients[i] = out.entropy_gradient;
   }
-  store_output<Gradient>(a.gradient, first, at, gradients);
-  store_output<float>(a.token_losses, first, at, losses);
-  if constexpr (kExtended) {
-    store_output<float>(a.shared, first, at, shared);
-    store_output<Gradient>(a.entropy_gradient, first, at, entropy_gradients);
-  }
+  store_outputs<kExtended, T>(a, first, at, losses, gradients, shared, entropy_gradients);
+  return true;
 }
 
 }  // namespace fastadv::cuda

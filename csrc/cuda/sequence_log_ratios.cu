@@ -66,7 +66,7 @@ __device__ void write(const SequenceLogRatios& out, int64_t row, const RowLogRat
   out.missing[row] = x.missing;
 }
 
-// The tokens of [begin, end) that fall to one of `threads` threads, or of `parts` times as many.
+// Of the row [begin, end), what falls to one of the threads that share it; the batch has `count` tokens.
 template <class New, class Old>
 __device__ Found find(const New* __restrict__ log_probs, const Old* __restrict__ old_log_probs, const uint8_t* __restrict__ mask,
                       int64_t begin, int64_t end, int64_t count, int64_t thread, int64_t threads, bool skip_missing, bool aligned) {

@@ -155,58 +155,63 @@ def _cuda(
     contiguous, or not in the dtype that the kernel writes, is copied last. Each takes a pass."""
     by_token = formula.advantage_kind == arguments.TOKEN
     shared = formula.shared_gradient != 0 and gradient is not None
-    streams = [
+    streams = (
         log_probs, inputs.old_log_probs, inputs.advantages if by_token else None, inputs.token_weights,
         inputs.is_weights, inputs.rollout_log_probs, inputs.ref_log_probs, entropy,
-    ]  # fmt: skip
-    dtypes = {t.dtype for t in streams if t is not None}
-    dtype = log_probs.dtype if len(dtypes) == 1 and not shared else torch.float32
-    streams = [None if t is None else t.to(dtype).contiguous() for t in streams]
-    on = inputs.mask.contiguous() if inputs.mask.dtype == torch.bool else native.mask_bytes(inputs.mask)
-    turn_ids = inputs.turn_ids
+    )  # fmt: skip
+    dtype = torch.float32 if shared else log_probs.dtype
+    for t in streams:
+        if t is not None and t.dtype != dtype:
+            dtype = torch.float32
+    copies = [t if t is None or (t.dtype == dtype and t.is_contiguous()) else t.to(dtype).contiguous() for t in streams]
+    mask, turn_ids = inputs.mask, inputs.turn_ids
+    mask = mask if mask.dtype == torch.bool and mask.is_contiguous() else native.mask_bytes(mask)
     if turn_ids is not None and turn_ids.dtype != torch.int32:
         turn_ids = turn_ids.clamp(-1, 2**31 - 1).to(torch.int32)  # a turn that no table has stays one
-    table = (
-        None if turn_ids is None else turn_ids.contiguous(), None if by_token else inputs.advantages,
+    small = (
+        mask, None if turn_ids is None else turn_ids.contiguous(), None if by_token else inputs.advantages,
         inputs.segment_offsets, inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights,
         inputs.scale,
     )  # fmt: skip
-    rows = Rows.trusted(log_probs, inputs.cu_seqlens)
-    layout = native.rows(rows)
-    written = _written(gradient, dtype)
-    entropy_written = _written(entropy_gradient, dtype)
-    # Policy gradients that rollouts share lie beside those of a penalty, if there is one.
-    shares = torch.empty_like(written) if shared and inputs.ref_log_probs is not None else written
-    blocks = max(1, min(-(-rows.tokens // BLOCK), max(BLOCKS, -(-rows.tokens // BLOCK_TOKENS))))
+    tokens, cu_seqlens, shape = log_probs.numel(), inputs.cu_seqlens, log_probs.shape
+    if cu_seqlens is None:  # native.rows, without the time that it takes to make a Rows
+        rows = (shape[0], tokens, shape[1], 0)
+    else:
+        rows = (cu_seqlens.shape[0] - 1, tokens, 0, native.address(cu_seqlens))
+    written = None if gradient is None else _written(gradient, dtype)
+    entropy_written = None if entropy_gradient is None else _written(entropy_gradient, dtype)
+    shares = written
+    if shared and written is not None and inputs.ref_log_probs is not None:
+        shares = torch.empty_like(written)  # the penalty's gradient is not shared
+    apart = shares is not written
+    blocks = max(1, min(-(-tokens // BLOCK), max(BLOCKS, -(-tokens // BLOCK_TOKENS))))
     partials = torch.empty(len(SUMS) * blocks, dtype=torch.float64, device=sums.device)
     device, stream = cuda.place(sums)
     per_token = value is not None and value.dim() != 0
-    module = cuda.module()
+    module, address, start = cuda.module(), native.address, native.start
     module.policy_loss(
         device,
         stream,
-        layout,
+        rows,
         native.DTYPES[dtype],
-        (*map(native.address, streams), native.address(on), *map(native.address, table)),
+        (*[0 if t is None else start(t) for t in copies], *[0 if t is None else address(t) for t in small]),
         formula,
         (
-            0 if shared and shares is written else native.address(written),
-            native.address(entropy_written),
-            native.address(value) if per_token else 0,
-            native.address(shares) if shared else 0,
+            0 if shared and not apart else address(written),
+            0 if entropy_written is None else address(entropy_written),
+            address(value) if per_token else 0,
+            address(shares) if shared else 0,
             sums.data_ptr(),
-            0 if per_token else native.address(value),
+            0 if per_token else address(value),
             partials.data_ptr(),
             cuda.counter(sums, stream).data_ptr(),
         ),
         blocks,
     )
     if shared:
-        weights = native.address(streams[3])
-        add = shares is not written
         module.share_gradients(
-            device, stream, layout, native.address(on), native.DTYPES[dtype], weights, native.address(shares), add,
-            native.address(written),
+            device, stream, rows, address(mask), native.DTYPES[dtype], address(copies[3]), address(shares), apart,
+            address(written),
         )  # fmt: skip
     for output, kernels in ((gradient, written), (entropy_gradient, entropy_written)):
         if output is not None and kernels is not None and kernels is not output:
@@ -214,10 +219,8 @@ def _cuda(
     return 0
 
 
-def _written(output: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _written(output: Tensor, dtype: torch.dtype) -> Tensor:
     """What the CUDA kernel writes, given inputs of a dtype: the output itself where that is as the kernel writes it."""
-    if output is None:
-        return None
     writes = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     if output.dtype == writes and output.is_contiguous():
         return output
