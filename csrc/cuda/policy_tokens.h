@@ -65,7 +65,7 @@ struct PolicySums {
   unsigned weighed = 0;  // rejected, capped, missing
 };
 
-// One token in the four counts. Where one of `b` counts, so does `a`.
+// One token in four counts. What counts in the second counts in the first.
 __device__ inline unsigned four_counts(bool a, bool b, bool c, bool d) {
   const unsigned low = b ? 0x0101u : a ? 1u : 0u, high = c ? 0x10000u : 0u;
   return low + (d ? high + 0x1000000u : high);
