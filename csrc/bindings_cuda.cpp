@@ -174,7 +174,7 @@ void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dty
       {number(2), number(3), number(4), number(5), number(6), number(7), number(8)},
       {Correction(kind(9)), number(10), number(11), number(12), number(13), number(14)},
       {Kl(kind(15)), KlGradient(kind(16)), number(17)},
-      number(18)};
+      number(18), 0, false, false};  // policy_loss() sets the last three
   if (PyErr_Occurred()) throw py::error_already_set();
   policy_loss(Launcher("policy_loss", device, stream), DType(dtype), Loss(kind(1)), arguments, blocks);
 }

@@ -74,9 +74,9 @@ template <Loss kLoss, bool kExtended, class T>
 __global__ void __launch_bounds__(kThreads, kExtended || sizeof(T) < 4 ? 3 : 4) policy_loss_kernel(const PolicyLoss a) {
   constexpr int kTokens = tokens_at_once<kExtended, T>();
   constexpr int kBlock = kThreads * kTokens;
-  const int most = a.steps * kBlock;
-  const int64_t first = int64_t{blockIdx.x} * most, left = a.rows.tokens - first;
-  const Chunk chunk{first, left < 0 ? 0 : left < most ? int(left) : most};
+  const int64_t first = int64_t{blockIdx.x} * a.steps * kBlock;
+  const int64_t left = a.rows.tokens > first ? a.rows.tokens - first : 0;
+  const Chunk chunk{first, left < a.steps * kBlock ? int(left) : a.steps * kBlock};
   PolicySums sums;
   Row row;
   if (chunk.count > 0) row.enter(a, chunk, 0, 0);  // the same search in all threads, which the cache then knows
