@@ -76,13 +76,14 @@ class Facts(machine_code.Counts):
         return self.local_loads + self.local_stores
 
 
-def check(facts: Facts | str, *, streaming: bool) -> list[str]:
+def check(facts: Facts | str, *, streaming: bool, in_place: bool = False) -> list[str]:
     """What is wrong, in words; nothing if all is well.
 
     Args:
         facts: those of one configuration, or the compiler's message.
         streaming: whether it has a main stream, which moves 16 bytes at a time and computes nothing in float64 in its
             innermost loops.
+        in_place: whether it may write where its threads read what they share, and so needs a barrier between.
     """
     if isinstance(facts, str):
         return [f"does not compile: {facts}"]
@@ -101,6 +102,8 @@ def check(facts: Facts | str, *, streaming: bool) -> list[str]:
         complaints.append(f"{facts.narrow_pointers} global accesses by addresses of fewer than 64 bits")
     for name in facts.narrow_offsets:
         complaints.append(f"the offset into {name} is computed in 32 bits: cast to tl.int64 before multiplying")
+    if in_place and not facts.barriers_before_stores:
+        complaints.append("no barrier between what its threads read together and its stores: in place, they race")
     if streaming:
         complaints += _narrow_streams("load", facts.loads, facts.streamed_loads)
         complaints += _narrow_streams("store", facts.stores, facts.streamed_stores)
@@ -251,7 +254,7 @@ def main(arguments: list[str]) -> int:
     every = kernel_registry.all_entries()
     wanted = [e for e in every if not asked.kernels or any(part in e.kernel for part in asked.kernels)]
     results = inspect_all(wanted, asked.target)
-    complaints = {e.name: check(results[e.name], streaming=e.streaming) for e in wanted}
+    complaints = {e.name: check(results[e.name], streaming=e.streaming, in_place=e.in_place) for e in wanted}
     compiled = {name: facts for name, facts in results.items() if isinstance(facts, Facts)}
     if asked.kernels or asked.target != TARGET:
         for name, facts in compiled.items():

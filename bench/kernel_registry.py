@@ -22,6 +22,7 @@ class Entry:
     name: str  # "segments.segment_tokens_kernel[values fp32, PACKED=True]": what tells it from the kernel's others
     family: str  # the same without dtypes
     streaming: bool  # whether its main stream has to move 16 bytes at a time
+    in_place: bool  # whether it may write where its threads read what they share
     configuration: Any
 
     @property
@@ -49,6 +50,7 @@ def entries(module: str) -> tuple[Entry, ...]:
     for configuration in dict.fromkeys(source.configurations()):
         by_kernel.setdefault(configuration.name, []).append(configuration)
     streaming = {kernel.__name__ for kernel in source.STREAMING}
+    in_place = {kernel.__name__ for kernel in getattr(source, "IN_PLACE", ())}
     narrow = getattr(source, "narrow", lambda configuration: False)  # forms that move less at a time, and say why
     short = module.rpartition(".")[2]
     return tuple(
@@ -57,6 +59,7 @@ def entries(module: str) -> tuple[Entry, ...]:
             f"{short}.{kernel}" + _bracketed(dtypes | rest),
             f"{short}.{kernel}" + _bracketed(rest),
             kernel in streaming and not narrow(configuration),
+            kernel in in_place,
             configuration,
         )
         for kernel, configurations in by_kernel.items()

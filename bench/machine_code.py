@@ -156,6 +156,22 @@ def loops(code: list[Instruction]) -> list[set[int]]:
     return found
 
 
+def barriers_before_stores(code: list[Instruction]) -> int:
+    """Barriers, outside of loops, that stand between a load and stores: past the last global load before such a
+    barrier, no global store can be reached but through it."""
+    edges, calls = _flow(code)
+    looping = {i for loop in loops(code) for i in loop}
+    barriers = [i for i, instruction in enumerate(code) if instruction.name == "BAR" and i not in looping]
+    stores = {i for i, instruction in enumerate(code) if instruction.name == "STG"}
+    found = 0
+    for barrier in barriers:
+        load = max((i for i in range(barrier) if code[i].name == "LDG"), default=None)
+        if load is not None and stores & _reached([barrier], edges, calls):
+            cut = [[j for j in following if j != barrier] for following in edges]
+            found += not stores & _reached([load], cut, calls)
+    return found
+
+
 @dataclass(frozen=True)
 class Counts:
     """How many instructions of which kind a kernel has."""
@@ -171,6 +187,7 @@ class Counts:
     float64: int
     float64_in_loops: int  # that hold no other loop: a loop around a stream may end each piece in float64
     float_atomics: int
+    barriers_before_stores: int
 
 
 def count(text: str) -> Counts:
@@ -193,6 +210,7 @@ def count(text: str) -> Counts:
         float64=sum(bool(FLOAT64.match(i.opcode)) for i in code),
         float64_in_loops=sum(bool(FLOAT64.match(code[i].opcode)) for i in innermost),
         float_atomics=sum(bool(FLOAT_ATOMIC.match(i.opcode)) for i in code),
+        barriers_before_stores=barriers_before_stores(code),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 import warnings
 
@@ -16,6 +17,10 @@ from fastadv import cuda, native, validation
 from fastadv._graphs import constant_in_graphs
 
 NAMES = ("reference", "cpu", "triton", "cuda")
+LATE = (
+    "TRITON_INTERPRET is not what it was when triton was imported: half of its functions would be interpreted, the "
+    "others compiled; set it before Python starts"
+)
 WITH_KERNELS = ("cpu", "triton", "cuda")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # unless an op says otherwise
 _last = threading.local()
@@ -121,9 +126,20 @@ def _cuda_device() -> str:
     return str(cuda.module().device_type())
 
 
-def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, on CPU tensors: for tests, thousands of times slower."""
+def _asks_for_interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
+
+
+@constant_in_graphs
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors: for tests, thousands of times slower.
+
+    Triton settles that when it is imported.
+    """
+    triton = sys.modules.get("triton")
+    if triton is None:
+        return _asks_for_interpreter()
+    return not isinstance(triton.language.cdiv, triton.JITFunction)
 
 
 _load_errors: dict[str, str] = {}
@@ -138,6 +154,8 @@ def _why_not(name: str) -> str | None:
         return None
     if name not in _load_errors:
         _load_errors[name] = {"cpu": _cpu_error, "triton": _triton_error, "cuda": _cuda_error}[name]()
+    if name == "triton" and not _load_errors[name] and interpreting() != _asks_for_interpreter():
+        return LATE
     return _load_errors[name] or None
 
 
@@ -155,6 +173,8 @@ def _triton_error() -> str:
     except ImportError as error:
         return f"triton does not load ({error}); pip install 'fastadv[triton]'"
     if not interpreting() and not torch.cuda.is_available():
+        if _asks_for_interpreter():
+            return LATE
         return (
             "torch sees no CUDA device; run it where there is one. To try a kernel without, slowly, start Python with "
             "TRITON_INTERPRET=1, which runs it on CPU tensors"

@@ -31,7 +31,7 @@ class GroupIndex:
 
     def __post_init__(self) -> None:
         validation.index_fields(self, "index", "order", "offsets")
-        if self.order.shape != self.index.shape or self.offsets.shape[0] < 1:
+        if self.order.shape != self.index.shape or self.offsets.shape[0] < 1 + (self.num_rows > 0):
             raise ValueError(
                 f"GroupIndex: index has shape {list(self.index.shape)}, order {list(self.order.shape)} and offsets "
                 f"{list(self.offsets.shape)}; expected [B], [B] and [G + 1]. Build it with fastadv.group_index"

@@ -102,17 +102,24 @@ def address(t: Tensor | None) -> int:
     return start(t)
 
 
-FRACTIONAL = 2  # in a mask's bytes, beside 0 and 1: not a whole number
+FRACTIONAL = 0xAA  # in a mask's bytes, beside 0 and 1: not a whole number
+NO_BYTE = 256  # what no byte of a mask equals
 
 
 def mask_bytes(mask: Tensor) -> Tensor:
-    """A mask as kernels on a GPU read it, contiguous uint8: 0, 1, or FRACTIONAL. A bool mask is not copied."""
+    """A mask as kernels on a GPU read it, contiguous uint8: 0, 1, or FRACTIONAL. A bool mask is not copied, and may
+    hold any byte."""
     if mask.dtype == torch.bool:
         return mask.contiguous().view(torch.uint8)
     on = (mask != 0).to(torch.uint8)
     if mask.is_floating_point():
-        on += mask.frac() != 0  # also of NaN and inf, whose fraction is NaN
+        on.masked_fill_(mask.frac() != 0, FRACTIONAL)  # also of NaN and inf, whose fraction is NaN
     return on.contiguous()
+
+
+def fractional_byte(mask: Tensor) -> int:
+    """The byte of `mask_bytes` that stands for a fraction, and none of a bool mask, in which every other is 1 too."""
+    return FRACTIONAL if mask.is_floating_point() else NO_BYTE
 
 
 def as_mask(mask: Tensor) -> Tensor:

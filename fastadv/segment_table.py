@@ -36,7 +36,8 @@ class Segments:
         validation.index_fields(self, "offsets", *(["cu_seqlens"] if self.cu_seqlens is not None else []))
         packed = self.cu_seqlens is not None
         rows = self.cu_seqlens.shape[0] - 1 if self.cu_seqlens is not None else self.turn_ids.shape[0]
-        if self.turn_ids.dim() != 2 - packed or self.offsets.shape[0] != rows + 1:
+        nowhere = packed and rows == 0 and self.turn_ids.numel() > 0
+        if self.turn_ids.dim() != 2 - packed or self.offsets.shape[0] != rows + 1 or nowhere:
             raise ValueError(
                 f"{op}: turn_ids has shape {list(self.turn_ids.shape)}, cu_seqlens "
                 f"{None if self.cu_seqlens is None else list(self.cu_seqlens.shape)} and offsets "

@@ -93,7 +93,24 @@ def refused_kernel(x, y, n: tl.int64, BLOCK: tl.constexpr):
     tl.store(y, last.to(tl.float32))
 
 
+@triton.jit(do_not_specialize=["n"])
+def guarded_kernel(x, y, n: tl.int64, BLOCK: tl.constexpr):
+    """In place, y is x: no thread may write before all have read."""
+    first = tl.load(x + n)
+    tl.debug_barrier()
+    tl.store(y + tl.arange(0, BLOCK), first)
+
+
+@triton.jit(do_not_specialize=["n"])
+def unguarded_kernel(x, y, n: tl.int64, BLOCK: tl.constexpr):
+    """Waits too late."""
+    tl.store(y + tl.arange(0, BLOCK), tl.load(x + n))
+    tl.debug_barrier()
+    tl.store(y + BLOCK + tl.arange(0, BLOCK), 1.0)
+
+
 STREAMING = (sound_kernel, narrow_kernel, half_narrow_kernel, short_kernel, float64_loop_kernel)
+IN_PLACE = (guarded_kernel, unguarded_kernel)
 
 
 def configurations() -> Iterator[Configuration]:
@@ -107,6 +124,8 @@ def configurations() -> Iterator[Configuration]:
     yield form(sound_kernel, x="*bf16")
     yield form(refused_kernel)
     yield form(short_kernel, block=256)
+    yield form(guarded_kernel)
+    yield form(unguarded_kernel)
     yield form(spilling_kernel, block=16384, num_warps=1)
     yield form(float64_loop_kernel, y="*fp64")
     yield form(large_kernel, x="*bf16", block=128 * 128, num_warps=8, num_stages=5)

@@ -300,9 +300,9 @@ def test_occupancy(registers: int, shared: int, warps: int, occupancy: float) ->
 
 SOUND = Facts(
     instructions=200, in_loops=100, loops=(100,), loads={"16": 16, "128": 2}, stores={"128": 4}, narrow_pointers=0,
-    local_loads=0, local_stores=0, float64=0, float64_in_loops=0, float_atomics=0, target=90, warps=4, registers=40,
-    stack=0, shared=4096, occupancy=0.75, streamed_loads={"x": 2}, streamed_stores={"y": 4}, short_load="",
-    narrow_offsets=(), recompiled=(), cached=False,
+    local_loads=0, local_stores=0, float64=0, float64_in_loops=0, float_atomics=0, barriers_before_stores=0, target=90,
+    warps=4, registers=40, stack=0, shared=4096, occupancy=0.75, streamed_loads={"x": 2},
+    streamed_stores={"y": 4}, short_load="", narrow_offsets=(), recompiled=(), cached=False,
 )  # fmt: skip
 
 
@@ -328,6 +328,33 @@ SOUND = Facts(
 def test_complaints(changes: dict[str, object], complaint: str | None) -> None:
     changed = dataclasses.replace(SOUND, **changes)
     assert compiled_code.check(changed, streaming=True) == ([complaint] if complaint else [])
+
+
+def test_a_kernel_that_works_in_place_needs_a_barrier() -> None:
+    (complaint,) = compiled_code.check(SOUND, streaming=True, in_place=True)
+    assert complaint.startswith("no barrier between")
+    guarded = dataclasses.replace(SOUND, barriers_before_stores=1)
+    assert compiled_code.check(guarded, streaming=True, in_place=True) == []
+
+
+LOAD, STORE, WAIT = "LDG.E R2, desc[UR6][R4.64]", "STG.E desc[UR6][R4.64], R2", "BAR.SYNC.DEFER_BLOCKING 0x0"
+
+
+@pytest.mark.parametrize(
+    ("code", "barriers"),
+    [
+        ((LOAD, WAIT, STORE, "EXIT"), 1),
+        ((LOAD, STORE, "EXIT"), 0),
+        ((LOAD, STORE, WAIT, "EXIT"), 0),  # after the stores
+        ((LOAD, STORE, WAIT, STORE, "EXIT"), 0),  # between them
+        ((WAIT, LOAD, STORE, "EXIT"), 0),  # before the load
+        ((LOAD, "@P0 BRA 0x30", WAIT, STORE, "EXIT"), 0),  # beside it
+        (("@P0 BRA 0x30", LOAD, WAIT, STORE, "EXIT"), 1),  # threads that do not load need not wait
+        ((LOAD, WAIT, STORE, "@P0 BRA 0x0", "EXIT"), 0),  # in a loop: of its exchange through shared memory
+    ],
+)
+def test_barriers_between_a_load_and_stores(code: tuple[str, ...], barriers: int) -> None:
+    assert machine_code.count(listing(*code)).barriers_before_stores == barriers
 
 
 def test_streams_matter_where_they_are_claimed() -> None:

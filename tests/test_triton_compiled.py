@@ -40,7 +40,7 @@ def facts(entry: Entry) -> Facts | str:
 
 @entries
 def test_a_kernel_compiles_to_what_it_should_be(entry: Entry) -> None:
-    assert compiled_code.check(facts(entry), streaming=entry.streaming) == []
+    assert compiled_code.check(facts(entry), streaming=entry.streaming, in_place=entry.in_place) == []
 
 
 @entries
@@ -73,7 +73,9 @@ def test_a_module_lists_all_of_its_kernels(module: str) -> None:
 def test_other_gpus(target: int) -> None:
     one_of_each = kernel_registry.representatives(EVERY)  # family: in float32
     results = compiled_code.inspect_all(one_of_each, target)
-    complaints = {e.name: compiled_code.check(results[e.name], streaming=e.streaming) for e in one_of_each}
+    complaints = {
+        e.name: compiled_code.check(results[e.name], streaming=e.streaming, in_place=e.in_place) for e in one_of_each
+    }
     assert {name: sentences for name, sentences in complaints.items() if sentences} == {}
 
 
@@ -93,6 +95,7 @@ FAULTS = {
         "n is compiled anew for 1 and for multiples of 16: name it in do_not_specialize",
     ],
     "atomic": ["1 float atomics, whose order is another in each run"],
+    "unguarded": ["no barrier between what its threads read together and its stores: in place, they race"],
     "refused": ["does not compile: CompilationError: .*Loop-carried variable last has initial type int32.*"],
 }
 
@@ -100,7 +103,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(name: str) -> None:
     (entry,) = (entry for entry in PLANTED if entry.kernel == f"{name}_kernel")
-    complaints = compiled_code.check(compiled(rest=False)[entry.name], streaming=entry.streaming)
+    complaints = compiled_code.check(
+        compiled(rest=False)[entry.name], streaming=entry.streaming, in_place=entry.in_place
+    )
     assert len(complaints) == len(FAULTS[name]), complaints
     for complaint, expected in zip(complaints, FAULTS[name], strict=True):
         assert re.fullmatch(expected, complaint, re.DOTALL), complaint
@@ -109,9 +114,11 @@ def test_a_planted_fault_is_named(name: str) -> None:
 def test_a_sound_kernel_is_not_complained_about() -> None:
     sound = [entry for entry in PLANTED if entry.kernel == "sound_kernel"]
     assert [entry.name for entry in sound] == [f"planted_kernels.sound_kernel[x {x}]" for x in ("fp32", "bf16")]
-    for entry in sound:
-        assert compiled_code.check(compiled(rest=False)[entry.name], streaming=entry.streaming) == []
-    assert {entry.kernel for entry in PLANTED} == {f"{name}_kernel" for name in [*FAULTS, "sound"]}
+    guarded = [entry for entry in PLANTED if entry.kernel == "guarded_kernel"]
+    for entry in [*sound, *guarded]:
+        found = compiled(rest=False)[entry.name]
+        assert compiled_code.check(found, streaming=entry.streaming, in_place=entry.in_place) == []
+    assert {entry.kernel for entry in PLANTED} == {f"{name}_kernel" for name in [*FAULTS, "sound", "guarded"]}
 
 
 @pytest.mark.slow

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,5 +78,24 @@ def test_threads_take_turns_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("value", ["", "0", "1", "false", "False", "no", "off", "true", "on", "Yes", "y", "2"])
 def test_kernels_are_interpreted_where_triton_says_so(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dispatch.interpreting()
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert dispatch.interpreting() == triton.knobs.runtime.interpret
+    assert dispatch._asks_for_interpreter() == triton.knobs.runtime.interpret
+    assert dispatch.interpreting() == before  # it was settled when triton was imported
+    late = "TRITON_INTERPRET is not what it was when triton was imported"
+    assert fa.backends()["triton"].startswith(late if triton.knobs.runtime.interpret != before else "available")
+
+
+def test_asking_for_the_interpreter_too_late() -> None:
+    code = """
+import os, triton, torch
+os.environ["TRITON_INTERPRET"] = "1"
+import fastadv as fa
+try:
+    fa.token_counts(torch.ones(3, dtype=torch.bool), backend="triton")
+except fa.BackendUnavailableError as error:
+    print(error)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("token_counts: backend 'triton' cannot run: TRITON_INTERPRET is not what it was when")

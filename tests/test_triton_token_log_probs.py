@@ -96,6 +96,18 @@ def test_probabilities_near_one_keep_their_small_gradients(vocab: int) -> None:
     assert float(gradient[0, 0]) == pytest.approx(expected, rel=1e-5 if vocab == 3 else 2e-3)
 
 
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
+def test_a_label_is_never_more_than_certain(backend: str) -> None:
+    """Rounding may put the sum of all exponentials below the label's: its gradient is 0, and not of the other sign."""
+    logits, one = torch.tensor([[3.0, -200.0]]), torch.ones(1)
+    lse, sum_p2 = torch.tensor([3.0 - 1e-3], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for upstream in ((one, None, None), (None, one, None), (None, None, one)):
+        out = _logits.logits_gradient(
+            backend, logits, torch.tensor([0]), lse, 0 * sum_p2, sum_p2, *upstream, out=torch.empty_like(logits)
+        )
+        assert out[0, 0] == 0
+
+
 def test_equal_logits_have_no_gradient_of_entropy_or_sum_p2() -> None:
     gradient = run("triton", torch.full((1, 5003), 5.25), torch.tensor([1]), (0.0, 1.0, 1.0))[3]
     assert float(gradient.abs().max()) <= 1e-11

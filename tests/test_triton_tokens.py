@@ -241,8 +241,9 @@ def test_a_turn_that_the_table_lacks_is_nan(ids: torch.dtype, count: int) -> Non
 @triton.jit(do_not_specialize=["rows", "width", "start", "count"])
 def rows_kernel(cu_seqlens, out, rows, width, start, count, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     first = start.to(tl.int64)
-    row = rows_of_tokens(cu_seqlens, rows, width, first, count, BLOCK, PACKED)
-    tl.store(out + tl.arange(0, BLOCK), row)
+    row, held = rows_of_tokens(cu_seqlens, rows, width, first, count, BLOCK, PACKED)
+    place = tl.arange(0, BLOCK)
+    tl.store(out + place, tl.where(held | (first + place >= count), row, -1))
 
 
 def rows_of(cu_seqlens: Tensor, width: int, start: int, count: int, block: int) -> Tensor:

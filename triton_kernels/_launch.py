@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastadv import native
-from fastadv.native import FRACTIONAL, mask_bytes
+from fastadv.native import FRACTIONAL, NO_BYTE, fractional_byte, mask_bytes
 
 ALIGNMENT = 16  # bytes: of pointers for which the compiler uses 128-bit loads
 

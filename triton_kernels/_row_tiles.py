@@ -60,15 +60,21 @@ def shapes(elements: int) -> tuple[dict[str, int], ...]:
 
 
 @triton.jit
-def row_spans(cu_seqlens, rows, width, packed, ROWS: tl.constexpr):
-    """The rows of this program's tile and the tokens [begin, end) of each, [ROWS] int64; rows past the last are
-    empty."""
+def row_spans(cu_seqlens, rows, width, count, packed, ROWS: tl.constexpr):
+    """The rows of this program's tile and the tokens [begin, end) of each, [ROWS] int64; rows past the last are empty.
+
+    Also which rows are false: those that are not among the tokens, end before they begin, or leave out the first or the
+    last token. They are empty too.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     looked_up = row < tl.where(packed != 0, rows, 0)
     begin = tl.load(cu_seqlens + row, mask=looked_up, other=0)
     end = tl.load(cu_seqlens + row + 1, mask=looked_up, other=0)
+    gap = ((row == 0) & (begin != 0)) | ((row == rows - 1) & (end != count))
+    false = looked_up & ((begin < 0) | (end < begin) | (end > count) | gap)
     padded = row < tl.where(packed != 0, 0, rows)
-    return row, tl.where(padded, row * width, begin), tl.where(padded, (row + 1) * width, end)
+    begin = tl.where(padded, row * width, tl.where(false, 0, begin))
+    return row, begin, tl.where(padded, (row + 1) * width, tl.where(false, 0, end)), false
 
 
 @triton.jit
@@ -121,9 +127,10 @@ def merge_counts_kernel(
 
 
 def launch_counts(
-    kernel: Any, stream: dict[str, Tensor], rows: Rows, counts: Tensor, *, elements: int, largest: bool
+    kernel: Any, stream: dict[str, Tensor | int], rows: Rows, counts: Tensor, *, elements: int, largest: bool
 ) -> None:
-    """Starts a kernel that writes a count [B, parts] of each row's part of `stream`, and puts the parts together."""
+    """Starts a kernel, with its own arguments, that writes a count [B, parts] of each row's part of `stream`, and puts
+    the parts together."""
     cut = tiles(rows, elements)
     partial = counts if cut.parts == 1 else counts.new_empty((rows.count, cut.parts))
     packed = int(rows.cu_seqlens is not None)

@@ -26,7 +26,8 @@ def last_row_from(cu_seqlens, rows, token):
     """The last row r with cu_seqlens[r] <= token, which holds the token: two reads up to a thousand rows, four up to a
     million.
 
-    `cu_seqlens` is [rows + 1] int64 and starts with 0; `token` is a scalar below cu_seqlens[rows].
+    `cu_seqlens` is [rows + 1] int64, `rows` at least 1; `token` is a scalar. Where nobody checked the offsets, it is
+    one of the rows whatever they are, and of two tokens not an earlier one for the later.
     """
     first = tl.zeros((), tl.int64)
     left = rows.to(tl.int64)  # rows among which it is: first, ..., first + left - 1
@@ -35,7 +36,7 @@ def last_row_from(cu_seqlens, rows, token):
         places = tl.arange(0, SEARCH).to(tl.int64) * step  # [SEARCH]
         inside = places < left
         starts = tl.load(cu_seqlens + first + places, mask=inside, other=0)  # [SEARCH]
-        below = tl.sum((inside & (starts <= token)).to(tl.int32)) - 1
+        below = tl.maximum(tl.sum((inside & (starts <= token)).to(tl.int32)) - 1, 0)
         first += below * step
         left = tl.minimum(step, left - below * step)
     return first
@@ -43,10 +44,15 @@ def last_row_from(cu_seqlens, rows, token):
 
 @triton.jit
 def row_of(cu_seqlens, rows, width, token, PACKED: tl.constexpr):
-    """The row of one token and where it ends: (row, end). A block that ends there lies in one row."""
+    """The row of one token and where it ends: (row, end). A block that ends there lies in one row.
+
+    A row that does not hold the token, or begins below 0, which only false offsets do, ends at the token: no block
+    lies in it.
+    """
     if PACKED:
         row = last_row_from(cu_seqlens, rows, token)
-        end = tl.load(cu_seqlens + row + 1)
+        begin = tl.load(cu_seqlens + row)
+        end = tl.where((begin < 0) | (begin > token), token, tl.load(cu_seqlens + row + 1))
     else:
         row = token // width
         end = (row + 1) * width
@@ -56,9 +62,11 @@ def row_of(cu_seqlens, rows, width, token, PACKED: tl.constexpr):
 @triton.jit
 def rows_from(first, end, cu_seqlens, rows, width, start, tokens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """The row of each of the tokens start, ..., start + BLOCK - 1, [BLOCK] int64, where `row_of` gave (first, end) for
-    the first of them; past the last token, any row.
+    the first of them; past the last token, any row. And whether the row holds the token and lies among the tokens: it
+    does unless the offsets are false.
 
-    Offsets within the block are int32: half the instructions of int64 ones.
+    Offsets within the block are int32: half the instructions of int64 ones. False ones may wrap around and find another
+    row, of which the last lines say that it does not hold the token.
     """
     place = tl.arange(0, BLOCK)  # [BLOCK]
     if PACKED:
@@ -73,6 +81,10 @@ def rows_from(first, end, cu_seqlens, rows, width, start, tokens, BLOCK: tl.cons
             begin = tl.load(cu_seqlens + first + middle, mask=inside, other=0)  # [BLOCK]
             low = tl.where(inside & ((begin - start).to(tl.int32) <= place), middle, low)
             step = step // 2
+        begins = tl.load(cu_seqlens + (first + low))  # [BLOCK]
+        ends = tl.load(cu_seqlens + (first + low) + 1)  # [BLOCK]
+        token = start + place
+        held = (begins >= 0) & (begins <= token) & (token < ends) & (ends <= tokens)
     else:
         low = (place >= tl.minimum(end - start, BLOCK).to(tl.int32)).to(tl.int32)
         if width < BLOCK:
@@ -81,12 +93,14 @@ def rows_from(first, end, cu_seqlens, rows, width, start, tokens, BLOCK: tl.cons
             low = ((before + place).to(tl.float32) + 0.5) / width.to(tl.float32)
             low = low.to(tl.int32)
         low = tl.minimum(low, tl.minimum(rows - 1 - first, BLOCK).to(tl.int32))
-    return first + low
+        held = tl.full([BLOCK], 1, tl.int1)
+    return first + low, held
 
 
 @triton.jit
 def rows_of_tokens(cu_seqlens, rows, width, start, tokens, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """The row of each of the tokens start, ..., start + BLOCK - 1, [BLOCK] int64; past the last token, any row.
+    """The row of each of the tokens start, ..., start + BLOCK - 1, [BLOCK] int64; past the last token, any row. And
+    whether the row holds the token.
 
     Packed tokens have `cu_seqlens` [rows + 1]; padded ones have rows of `width`. A kernel to which it matters that most
     blocks of long rollouts lie in one row calls `row_of`, and `rows_from` for the others.

@@ -142,7 +142,7 @@ def turn_moments_kernel(
     base = tl.load(table + group)
     last = tl.minimum(tl.load(table + group + 1), size)
     column = tl.arange(0, TURNS)[:, None]  # [TURNS, 1]
-    for first in range(base + tl.program_id(1) * TURNS, last, tl.num_programs(1) * TURNS):
+    for first in range(tl.maximum(base, 0) + tl.program_id(1) * TURNS, last, tl.num_programs(1) * TURNS):
         turn = (first - base).to(tl.int64) + column  # [TURNS, 1]
         count = tl.zeros([TURNS, LANES], tl.float64)
         shifted = tl.zeros([TURNS, LANES], tl.float64)

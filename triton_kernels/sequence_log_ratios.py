@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from fastadv.triton_kernels._forms import aligned_form
-from fastadv.triton_kernels._launch import FRACTIONAL, TYPES, Configuration, blocks, launch, mask_bytes
+from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, fractional_byte, launch, mask_bytes
 from fastadv.triton_kernels._row_tiles import (
     aligned_columns,
     aligned_spans,
@@ -34,12 +34,11 @@ MERGE_ROWS = 16  # of a tile of the second kernel
 MERGE = {"ROWS": MERGE_ROWS, "PARTS": 32}
 PARTIAL = {"sums": "*fp64", "minima": "*fp64", "tokens": "*i64", "missing": "*i64"}
 OUT = {"out_sum": "*fp64", "out_minimum": "*fp64", "out_tokens": "*i64", "out_missing": "*i64"}
-BAD = tl.constexpr(FRACTIONAL)
-UNKNOWN = tl.constexpr(-(2**62))  # the tokens of a row with a fractional mask, whose sum and minimum are NaN
+UNKNOWN = tl.constexpr(-(2**62))  # the tokens of a row that has no count, whose sum and minimum are NaN
 FOUND_BAD = tl.constexpr(2**30)  # a bit beside an element's count, which is one of steps and does not reach it
 
 
-@triton.jit(do_not_specialize=["rows", "width", "count", "packed", "skip_missing"])
+@triton.jit(do_not_specialize=["rows", "width", "count", "packed", "skip_missing", "fractional"])
 def sequence_log_ratios_kernel(
     log_probs,  # [N] float32, bfloat16 or float16
     old_log_probs,  # [N] likewise
@@ -54,10 +53,12 @@ def sequence_log_ratios_kernel(
     count: tl.int64,
     packed: tl.int64,
     skip_missing: tl.int64,
+    fractional: tl.int64,  # byte of the mask
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row, begin, end = row_spans(cu_seqlens, rows, width, packed, ROWS)  # [ROWS]
+    fractional = fractional.to(tl.int32)
+    row, begin, end, false = row_spans(cu_seqlens, rows, width, count, packed, ROWS)  # [ROWS]
     low, high, rest = aligned_spans(begin, end, count)
     part, steps, parts = steps_of(low, high, WIDTH)
     column = tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
@@ -70,17 +71,17 @@ def sequence_log_ratios_kernel(
     for step in range(part, steps, parts):
         at = low + tl.full((), WIDTH, tl.int64) * step  # [ROWS]
         total, error, least, seen, absent = _add(
-            total, error, least, seen, absent, log_probs, old_log_probs, mask, without_old,
+            total, error, least, seen, absent, log_probs, old_log_probs, mask, fractional, without_old,
             column < aligned_columns(high, at, WIDTH), begin, end, at, WIDTH,
         )  # fmt: skip
     if (part == 0) & (tl.max(end) > rest):
         at = tl.maximum(begin, rest)
         total, error, least, seen, absent = _add(
-            total, error, least, seen, absent, log_probs, old_log_probs, mask, without_old,
+            total, error, least, seen, absent, log_probs, old_log_probs, mask, fractional, without_old,
             column < columns(end, at, WIDTH), begin, end, at, WIDTH,
         )  # fmt: skip
     error = tl.where(error == error, error, 0.0)  # beside a sum that is not finite
-    known = tl.max(seen, axis=1) < FOUND_BAD
+    known = ~false & (tl.max(seen, axis=1) < FOUND_BAD)
     there = row < rows
     place = row * parts + part
     result = tl.sum(total.to(tl.float64) + error.to(tl.float64), axis=1)
@@ -94,7 +95,7 @@ def sequence_log_ratios_kernel(
 
 @triton.jit
 def _add(
-    total, error, least, seen, absent, log_probs, old_log_probs, mask, without_old,
+    total, error, least, seen, absent, log_probs, old_log_probs, mask, fractional, without_old,
     read, begin, end, at, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What one step adds to each element of the tile."""
@@ -110,7 +111,7 @@ def _add(
     part = wider - total
     error += (total - (wider - part)) + (x - part)  # exact, where nothing is fused
     least = tl.minimum(least, x)  # of a NaN and a number the number: the NaN stays visible in the sum
-    seen = tl.where(on & (m == BAD), seen | FOUND_BAD, seen + on.to(tl.int32))
+    seen = tl.where(on & (m == fractional), seen | FOUND_BAD, seen + on.to(tl.int32))
     return wider, error, least, seen, absent + lacks.to(tl.int32)
 
 
@@ -162,7 +163,8 @@ def sequence_log_ratios(
     skip_missing: bool,
     out: list[Tensor],
 ) -> int:
-    """See `fastadv.ops.sequence_log_ratios.SEQUENCE_LOG_RATIOS`. A row with a fractional mask gets sums of NaN."""
+    """See `fastadv.ops.sequence_log_ratios.SEQUENCE_LOG_RATIOS`. A row with a fractional mask, and a false
+    one, gets sums of NaN."""
     rows = Rows.trusted(mask, cu_seqlens)
     cut = tiles(rows, ELEMENTS)
     partial = out if cut.parts == 1 else [t.new_empty((rows.count, cut.parts)) for t in out]
@@ -178,6 +180,7 @@ def sequence_log_ratios(
             **layout(rows, log_probs),
             "packed": int(cu_seqlens is not None),
             "skip_missing": int(skip_missing),
+            "fractional": fractional_byte(mask),
         },
         {"ROWS": cut.rows, "WIDTH": cut.width},
     )
@@ -193,7 +196,7 @@ STREAMING = (sequence_log_ratios_kernel,)
 def configurations() -> Iterator[Configuration]:
     """Every form that a launch can ask for, with aligned pointers."""
     floats = ["*" + TYPES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    numbers = {**LAYOUT, "packed": "i64", "skip_missing": "i64"}
+    numbers = {**LAYOUT, "packed": "i64", "skip_missing": "i64", "fractional": "i64"}
     for new in floats:
         for old in floats:
             arguments = {"log_probs": new, "old_log_probs": old, "mask": "*u8", **PARTIAL, **numbers}

@@ -465,6 +465,7 @@ def finish_statistics(statistics: Tensor, results: Tensor) -> int:
 # ---- for the ahead-of-time gate --------------------------------------------------------------------------------------
 
 STREAMING = (row_sums_kernel, logits_gradient_kernel)
+IN_PLACE = (logits_gradient_kernel,)  # all threads of a block read the label's logit, and one writes it
 
 
 def narrow(configuration: Configuration) -> bool:

@@ -66,14 +66,14 @@ def turn_advantages_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     segment = start + tl.arange(0, BLOCK)  # [BLOCK]
     there = segment < segments
-    row = rows_of_tokens(offsets, rows, 0, start, segments, BLOCK, True)
+    row, held = rows_of_tokens(offsets, rows, 0, start, segments, BLOCK, True)
     settled, value, of, known, _, shifted, left, vote, all_weight, all_sum = context_of(
         row, there, rewards, left_out, votes, group, include, minimum, weight, sums, voters,
         rows, groups, has_include, baseline, singleton, scaled,
     )  # fmt: skip
     mean = tl.where(shrink_to_mean != 0, mean_of(all_sum, all_weight), leave_one_out(all_sum, all_weight, left, vote))
     slot = tl.load(table + of, mask=known, other=0) + segment - tl.load(offsets + row, mask=there, other=0)
-    in_table = known & (slot < tl.minimum(tl.load(table + of + 1, mask=known, other=0), size))
+    in_table = known & held & (slot >= 0) & (slot < tl.minimum(tl.load(table + of + 1, mask=known, other=0), size))
     count = tl.load(turn_votes + slot, mask=in_table, other=float("nan"))
     total = tl.load(turn_rewards + slot, mask=in_table, other=float("nan"))
     n = count - vote  # of the others that reached the turn
@@ -83,7 +83,7 @@ def turn_advantages_kernel(
     bucket = (total - vote * left) / n
     target = tl.where(alone, mean, mean + lam * (bucket - mean))
     advantage = scale_advantage(shifted - target, of, known, spread_weight, squares, scaled, ddof, eps, eps_form)
-    result = tl.where(settled, value, advantage)
+    result = tl.where(held, tl.where(settled, value, advantage), float("nan"))
     tl.store(values + segment, result.to(values.dtype.element_ty), mask=there)
 
 

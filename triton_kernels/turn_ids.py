@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 from fastadv.triton_kernels._forms import aligned_form
-from fastadv.triton_kernels._launch import FRACTIONAL, Configuration, blocks, launch, mask_bytes
+from fastadv.triton_kernels._launch import Configuration, blocks, fractional_byte, launch, mask_bytes
 from fastadv.triton_kernels._row_tiles import (
     aligned_columns,
     aligned_spans,
@@ -37,7 +37,6 @@ COUNT_WARPS = 4  # 16 bytes of the mask a thread
 WRITE_WARPS = 8  # two writes of 16 bytes a thread
 COUNTS = tl.constexpr(256)  # counts of runs that are read at once
 ELEMENTS = 1024  # of a tile of turn_counts: two reads of 16 bytes a thread
-BAD = tl.constexpr(FRACTIONAL)
 LARGEST = tl.constexpr(2**31 - 1)
 
 
@@ -84,7 +83,7 @@ def _begins(mask, start, left, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FULL: 
     return tl.reshape(m, [BLOCK]), tl.reshape((first[:, None] >> lane) & 1, [BLOCK])
 
 
-@triton.jit(do_not_specialize=["rows", "width", "count"])
+@triton.jit(do_not_specialize=["rows", "width", "count", "fractional"])
 def turn_ids_kernel(
     mask,  # [N] uint8
     cu_seqlens,  # [B + 1] int64
@@ -93,35 +92,42 @@ def turn_ids_kernel(
     rows: tl.int64,
     width: tl.int64,
     count: tl.int64,
+    fractional: tl.int64,  # byte of the mask
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
+    fractional = fractional.to(tl.int32)
     block = tl.program_id(0).to(tl.int64)
     start = block * BLOCK
     row, end = row_of(cu_seqlens, rows, width, start, PACKED)
     begin = tl.load(cu_seqlens + row) if PACKED else end - width
     earlier = tl.zeros([COUNTS], tl.int32)
-    for first in range(begin // BLOCK, block, COUNTS):
+    for first in range(tl.maximum(begin, 0) // BLOCK, block, COUNTS):
         of = first + tl.arange(0, COUNTS)
         earlier += tl.load(runs + of, mask=of < block, other=0)
     carry = tl.sum(earlier)  # runs of the first row before this block
     left = tl.minimum(count - start, BLOCK).to(tl.int32)
     column = tl.arange(0, BLOCK)
-    if start + BLOCK <= end:  # the block lies in one row
+    if (start + BLOCK <= end) & (end <= count):  # the block lies in one row
         m, begins = _begins(mask, start, left, BLOCK, 8, True)
         offset = tl.maximum(begin - start, -1).to(tl.int32)
         begins = tl.where(column == offset, (m != 0).to(tl.int32), begins)
-        _store(turn_ids, carry - 1 + tl.cumsum(begins), m, start, left, BLOCK, True)
+        turn = carry - 1 + tl.cumsum(begins)
+        _store(turn_ids, turn, m, tl.full([BLOCK], 1, tl.int1), fractional, start, left, BLOCK, True)
     else:
-        of_token = rows_from(row, end, cu_seqlens, rows, width, start, count, BLOCK, PACKED)  # [BLOCK]
+        of_token, held = rows_from(row, end, cu_seqlens, rows, width, start, count, BLOCK, PACKED)  # [BLOCK]
         begin_of_token = tl.load(cu_seqlens + of_token) if PACKED else of_token * width
         offsets = tl.maximum(begin_of_token - start, -1).to(tl.int32)  # [BLOCK]: -1 where the row began before
+        if PACKED:  # where a false row begins may be outside of the block
+            offsets = tl.where(held, offsets, -1)
         if left == BLOCK:
             m, begins = _begins(mask, start, left, BLOCK, 8, True)
-            _store(turn_ids, _in_rows(m, begins, offsets, carry, BLOCK), m, start, left, BLOCK, True)
+            turn = _in_rows(m, begins, offsets, carry, BLOCK)
+            _store(turn_ids, turn, m, held, fractional, start, left, BLOCK, True)
         else:
             m, begins = _begins(mask, start, left, BLOCK, 8, False)
-            _store(turn_ids, _in_rows(m, begins, offsets, carry, BLOCK), m, start, left, BLOCK, False)
+            turn = _in_rows(m, begins, offsets, carry, BLOCK)
+            _store(turn_ids, turn, m, held, fractional, start, left, BLOCK, False)
 
 
 @triton.jit
@@ -134,20 +140,23 @@ def _in_rows(m, begins, offsets, carry, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store(turn_ids, turn, m, start, left, BLOCK: tl.constexpr, FULL: tl.constexpr):
+def _store(turn_ids, turn, m, held, fractional, start, left, BLOCK: tl.constexpr, FULL: tl.constexpr):
     column = tl.arange(0, BLOCK)
-    turn = tl.where(m == BAD, -2, tl.where(m != 0, turn, -1))
+    turn = tl.where(m == fractional, -2, tl.where(m != 0, turn, -1))
+    turn = tl.where(held, turn, -2)
     tl.store(turn_ids + start + column, turn, mask=None if FULL else column < left)
 
 
 def turn_ids(mask: Tensor, cu_seqlens: Tensor | None, turn_ids: Tensor) -> int:
-    """See `fastadv.ops.turn_ids.TURN_IDS`. A token with a fractional mask gets -2, which no op takes for a turn."""
+    """See `fastadv.ops.turn_ids.TURN_IDS`. A token with a fractional mask, or in no row, gets -2, which no op takes for
+    a turn."""
     rows = Rows.trusted(mask, cu_seqlens)
     grid = (blocks(rows.tokens, BLOCK),)
     shared = {"mask": mask_bytes(mask), "runs": turn_ids.new_empty(grid), **layout(rows, turn_ids)}
+    written = {"turn_ids": turn_ids, "fractional": fractional_byte(mask)}
     constants = {"BLOCK": BLOCK, "PACKED": cu_seqlens is not None}
     launch(count_runs_kernel, grid, shared, constants, num_warps=COUNT_WARPS)
-    launch(turn_ids_kernel, grid, {**shared, "turn_ids": turn_ids}, constants, num_warps=WRITE_WARPS)
+    launch(turn_ids_kernel, grid, {**shared, **written}, constants, num_warps=WRITE_WARPS)
     return 0
 
 
@@ -163,7 +172,7 @@ def turn_counts_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row, begin, end = row_spans(cu_seqlens, rows, width, packed, ROWS)  # [ROWS]
+    row, begin, end, false = row_spans(cu_seqlens, rows, width, count, packed, ROWS)  # [ROWS]
     low, high, rest = aligned_spans(begin, end, count)
     part, steps, parts = steps_of(low, high, WIDTH)
     column = tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
@@ -178,7 +187,7 @@ def turn_counts_kernel(
         turn = _turns(turn_ids, column < columns(end, at, WIDTH), begin, end, at, WIDTH)
         largest, smallest = tl.maximum(largest, turn), tl.minimum(smallest, turn)
     turns = tl.max(largest, axis=1).to(tl.int64) + 1  # [ROWS]
-    turns = tl.where(tl.min(smallest, axis=1) < -1, -1, turns)
+    turns = tl.where(false | (tl.min(smallest, axis=1) < -1), -1, turns)
     tl.store(counts + row * parts + part, turns, mask=row < rows)
 
 
@@ -192,7 +201,7 @@ def _turns(turn_ids, read, begin, end, at, WIDTH: tl.constexpr):
 
 
 def turn_counts(turn_ids: Tensor, cu_seqlens: Tensor | None, counts: Tensor) -> int:
-    """See `fastadv.ops.turn_ids.TURN_COUNTS`. A row with a value below -1 gets a count of -1."""
+    """See `fastadv.ops.turn_ids.TURN_COUNTS`. A row with a value below -1, and a false one, gets a count of -1."""
     stream = {"turn_ids": turn_ids.contiguous()}
     rows = Rows.trusted(turn_ids, cu_seqlens)
     launch_counts(turn_counts_kernel, stream, rows, counts, elements=ELEMENTS, largest=True)
@@ -210,7 +219,8 @@ def configurations() -> Iterator[Configuration]:
     for packed in (True, False):
         constants = {"BLOCK": BLOCK, "PACKED": packed}
         yield aligned_form(count_runs_kernel, shared, constants, num_warps=COUNT_WARPS)
-        yield aligned_form(turn_ids_kernel, {**shared, "turn_ids": "*i32"}, constants, num_warps=WRITE_WARPS)
+        written = {"turn_ids": "*i32", "fractional": "i64"}
+        yield aligned_form(turn_ids_kernel, {**shared, **written}, constants, num_warps=WRITE_WARPS)
     for ids in ("*i32", "*i64"):
         for shape in shapes(ELEMENTS):
             arguments = {"turn_ids": ids, "counts": "*i64", **LAYOUT, "packed": "i64"}

@@ -10,7 +10,7 @@
 
 namespace fastadv::cuda {
 
-constexpr uint8_t kFractional = 2;  // in a mask's bytes, beside 0 and 1: not a whole number. What it means nobody knows: NaN
+constexpr uint8_t kFractional = 0xAA;  // in a mask's bytes, beside 0 and 1: not a whole number. What it means nobody knows: NaN
 constexpr int kLoadBytes = 16;
 
 __device__ inline float to_float(float x) { return x; }

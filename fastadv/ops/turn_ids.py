@@ -71,7 +71,7 @@ def _turn_counts_cuda(turn_ids: Tensor, cu_seqlens: Tensor | None, counts: Tenso
     return 0
 
 
-# Writes `[B]` int64: a row's largest turn id + 1. Not 0, or a count of -1, where a value is below -1.
+# Writes `[B]` int64: a row's largest turn id + 1. Not 0, or a count of -1, where a value is below -1 or a row is false.
 TURN_COUNTS = Kernel("turn_counts", cpu=_turn_counts_cpu, triton="turn_ids", cuda=_turn_counts_cuda)
 
 
@@ -181,8 +181,8 @@ def segments(turn_ids: Tensor | Segments, cu_seqlens: Tensor | None = None, *, b
         counts = reference.turn_counts(turn_ids, rows)
     else:
         counts = _launch_turn_counts(name, turn_ids, rows.cu_seqlens)
-        if name != "cpu" and bool((counts < 0).any()):
-            raise ValueError(BELOW)
+    if name != "cpu" and bool((counts < 0).any()):
+        raise ValueError(f"{BELOW}; or cu_seqlens does not divide the tokens")
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B + 1]
     if rows.count and int(counts.max()) > MAX_TURN:
         raise ValueError(

@@ -51,7 +51,8 @@ def group_moments(rewards: Tensor, votes: Tensor, groups: GroupIndex) -> GroupMo
 
 def turn_offsets(groups: GroupIndex, turn_counts: Tensor) -> Tensor:
     """Where each group's turns lie in a TurnMoments table, `[G + 1]`: a group has as many as its longest row."""
-    turns = torch.zeros_like(groups.offsets[1:]).scatter_reduce(0, groups.index, turn_counts, "amax")  # [G]
+    index = groups.index.clamp(0, groups.num_groups - 1)  # a group that there is not would stop a GPU
+    turns = torch.zeros_like(groups.offsets[1:]).scatter_reduce(0, index, turn_counts, "amax")  # [G]
     return torch.cat([turns.new_zeros(1), turns.cumsum(0)])
 
 
