@@ -72,8 +72,8 @@ def test_false_rows_of_several_programs(monkeypatch: pytest.MonkeyPatch, poisone
 def test_tokens_in_no_row(
     offsets: list[int], rows: list[int], lost: range | list[int], times: int, backend: str, poisoned_memory: None
 ) -> None:
-    """In blocks of many rows, of one and of none. Where offsets decrease, a token that is in two rows may be lost too, or
-    have the number of a turn of neither: `segments` refuses these rows."""
+    """In blocks of many rows, of one and of none. Where offsets decrease, a token that is in two rows may be lost too,
+    or have the number of a turn of neither: `segments` refuses these rows."""
     cu_seqlens = torch.tensor(offsets) * times
     nowhere = torch.tensor([place in lost for place in range(9)]).repeat_interleave(times)
     decreases = bool((cu_seqlens.diff() < 0).any())
