@@ -21,7 +21,17 @@ from fastadv.native import FRACTIONAL, NO_BYTE, fractional_byte, mask_bytes
 ALIGNMENT = 16  # bytes: of pointers for which the compiler uses 128-bit loads
 
 
-__all__ = ["ALIGNMENT", "FRACTIONAL", "Configuration", "blocks", "launch", "mask_bytes", "nothing"]
+__all__ = [
+    "ALIGNMENT",
+    "FRACTIONAL",
+    "NO_BYTE",
+    "Configuration",
+    "blocks",
+    "fractional_byte",
+    "launch",
+    "mask_bytes",
+    "nothing",
+]
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ __device__ void store_outputs(const PolicyLoss& a, int64_t first, int at, const 
   }
 }
 
-// Whether any byte of a mask is kFractional; bytes are at most that.
+// Whether a byte of a mask may be kFractional, of whose bits 0 and 1 have none.
 template <int N>
 __device__ bool any_fractional(const Vector<uint8_t, N>& mask) {
   bool any = false;
