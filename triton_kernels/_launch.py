@@ -22,16 +22,9 @@ ALIGNMENT = 16  # bytes: of pointers for which the compiler uses 128-bit loads
 
 
 __all__ = [
-    "ALIGNMENT",
-    "FRACTIONAL",
-    "NO_BYTE",
-    "Configuration",
-    "blocks",
-    "fractional_byte",
-    "launch",
-    "mask_bytes",
+    "ALIGNMENT", "FRACTIONAL", "NO_BYTE", "Configuration", "blocks", "fractional_byte", "launch", "mask_bytes",
     "nothing",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
