@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from fastadv.triton_kernels import _launch as launching
 from fastadv.triton_kernels import token_log_probs as kernels
 from test_linear_log_probs import ALL, LAYER, equals_oracle, gradients, oracle, record, with_leaves
@@ -137,7 +138,7 @@ class Waits:
         self.inside = False
         for name in self.NAMES:
             monkeypatch.setattr(Tensor, name, self._refusing(name, getattr(Tensor, name)))
-        kernel = launching.triton.runtime.interpreter.InterpretedFunction
+        kernel = triton.runtime.interpreter.InterpretedFunction
         monkeypatch.setattr(kernel, "run", self._allowing(kernel.run))
 
     def _refusing(self, name: str, method: Any) -> Any:
