@@ -14,9 +14,7 @@ class Kernel:
     (see Fault in csrc/cpu/kernels.h). A kernel that nobody waits for returns 0 and leaves NaN where values are wrong.
     """
 
-    def __init__(
-        self, name: str, *, cpu: Callable[..., int], triton: str, cuda: Callable[..., int] | None = None
-    ) -> None:
+    def __init__(self, name: str, *, cpu: Callable[..., int], triton: str, cuda: Callable[..., int]) -> None:
         """`triton` is the module of `fastadv.triton_kernels` that holds a function of this name."""
         self.name, self._cpu, self._triton, self._cuda = name, cpu, triton, cuda
 
@@ -28,7 +26,7 @@ class Kernel:
         """The function of a backend. Triton and its kernels are imported by the first call that asks for them."""
         if backend == "cpu":
             return self._cpu
-        if backend == "cuda" and self._cuda is not None:
+        if backend == "cuda":
             return self._cuda
         if backend == "triton":
             module = importlib.import_module(f"fastadv.triton_kernels.{self._triton}")
