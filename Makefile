@@ -46,8 +46,8 @@ bench: .venv/peers
 profile: .venv/installed
 	$(BIN)/pytest bench --benchmark-columns=min,median,max,rounds --benchmark-sort=name
 
-# On the card that is here: every contract of every op on it, then, whatever failed, the benchmarks beside the peers that
-# are installed: bench/results/gpu.md and .json.
+# On the card that is here: every contract of every op on it, on both backends, then, whatever failed, the benchmarks beside
+# the peers that are installed, and compute-sanitizer and ncu where they are: bench/results/gpu.md and .json.
 gpu: .venv/installed
 	TRITON_INTERPRET=0 $(BIN)/pytest -q -m gpu tests/test_gpu.py; tests=$$?; \
 		TRITON_INTERPRET=0 $(BIN)/python -m bench.gpu && exit $$tests

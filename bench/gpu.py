@@ -3,6 +3,8 @@
 Writes results/gpu.json and results/gpu.md. Without a CUDA device it says so and fails: nothing is estimated here.
 `python -m bench.gpu --not-measured` writes the page that says so, where no results are.
 
+Ours is measured on both backends; bars are for the one that "auto" takes. NVIDIA's tools run last, where they are.
+
 Every case runs in a process of its own: a peer that breaks the device's context, or hangs, costs its case a second run
 without peers, and no other case anything.
 """
@@ -26,17 +28,18 @@ from typing import Any
 
 import torch
 
-from bench import gpu_card, gpu_page, gpu_peers
+import fastadv as fa
+from bench import gpu_card, gpu_page, gpu_peers, gpu_tools
 from bench.gpu_cases import CASES, Case
+from bench.gpu_page import OURS
 from bench.harness import RESULTS, machine
+from fastadv import dispatch
 
 ROUNDS, FEWEST = 30, 5
 CASE_SECONDS = 15.0  # of rounds, where FEWEST take less
 PROCESS_SECONDS = 120.0  # of a case with its imports and compilers
 ALL_SECONDS = 400.0
-FLUSH_BYTES = (
-    2**28
-)  # more than any card's second-level cache: written between runs, so that none finds its inputs there
+FLUSH_BYTES = 2**28  # more than any card's second-level cache: written between runs, so that none finds inputs there
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Runs:
             return action()
         except ImportError as error:
             self.failures[name] = f"not installed: {first_line(error)}"
+        except fa.BackendUnavailableError as error:
+            self.failures[name] = f"not here: {first_line(error)}"
         except Exception as error:  # whatever another project's code raises is a line in the table
             self.failures[name] = f"failed: {type(error).__name__}: {first_line(error)}"
         self.runs.pop(name, None)
@@ -119,13 +124,13 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure(
-    case: Case, *, device: str = "cuda", backend: str = "triton", small: bool = False, peers: bool = True
-) -> list[Row]:
-    """Ours, every peer that runs, and the floor."""
-    work = case.work(device, backend, small=small)
+def measure(case: Case, *, device: str = "cuda", small: bool = False, peers: bool = True) -> list[Row]:
+    """Ours on each backend, every peer that runs, and the floor."""
+    work = case.work(device, small=small)
     floor = work.floor
-    makers: dict[str, Callable[[], Callable[[], Any]]] = {"fastadv": lambda: work.ours}
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {
+        name: partial(work.ours, backend) for backend, name in OURS.items()
+    }
     notes = {peer.name: peer.leaves_out for peer in work.peers}
     makers |= {peer.name: peer.make for peer in work.peers if peers}
     makers[floor.name] = lambda: floor.run
@@ -172,6 +177,18 @@ def run_one(name: str, path: Path, peers: bool) -> None:
     path.write_text(json.dumps({"rows": [asdict(row) for row in rows], "state": gpu_card.state_or_why_not()}))
 
 
+def profile_one(name: str) -> None:
+    """Runs the case of this name, on what "auto" takes, twice: the second time a profiler may look at."""
+    (case,) = [case for case in CASES if case.name == name]
+    run = case.work("cuda").ours("auto")
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def in_a_process(case: Case, peers: bool, limit: float) -> dict[str, Any] | str:
     """What `run_one` left, or why it left nothing."""
     with tempfile.TemporaryDirectory() as folder:
@@ -199,6 +216,7 @@ def measure_all(
     """Every case, written down after each: what is measured is not lost by what comes after it."""
     began = time.perf_counter()
     document: dict[str, Any] = {"machine": dict(facts), "seconds": 0.0, "states": [], "rows": []}
+    document |= {"sanitized": [], "profiled": []}
     for case in CASES:
         failures = []
         for peers in (True, False):
@@ -233,12 +251,13 @@ def write_not_measured() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures every case; 0 if ours ran in all of them and met every bar."""
+    """Measures every case; 0 if ours ran in all of them and met every bar, and no check found an error."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--not-measured", action="store_true", help="write the page that says that no card was there")
     parser.add_argument("--case", help="measure one case, into the file --to")
     parser.add_argument("--to", type=Path)
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--profile", help="run one case, for a profiler")
     given = parser.parse_args(arguments)
     if given.not_measured:
         return write_not_measured()
@@ -248,8 +267,16 @@ def main(arguments: list[str] | None = None) -> int:
     if given.case:
         run_one(given.case, given.to, not given.without_peers)
         return 0
+    if given.profile:
+        profile_one(given.profile)
+        return 0
     os.environ["TRITON_INTERPRET"] = "0"  # of the processes too
-    document = measure_all(in_a_process, write, {**gpu_card.facts(), **gpu_peers.versions(), **machine()})
+    auto = dispatch.resolve("make gpu", "auto", device=torch.device("cuda"))
+    facts = {**gpu_card.facts(), "auto": auto, **gpu_peers.versions(), **machine()}
+    document = measure_all(in_a_process, write, facts)
+    document["sanitized"] = gpu_tools.sanitized()
+    document["profiled"] = gpu_tools.profiled(case.name for case in CASES)
+    write(document)
     print(gpu_page.measured(document))
     return int(not gpu_page.sound(document))
 

@@ -1,4 +1,7 @@
-"""What is measured on a GPU: an op, its peers as their users run them, its bytes or operations, its error."""
+"""What is measured on a GPU: an op, its peers as their users run them, its bytes or operations, its error.
+
+Where an op needs what another computes, as an index of turns, the reference computes that and is not measured.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fastadv as fa
-from bench import gpu_peers, peers
+from bench import cuda_bytes, gpu_peers, peers
 from bench.batches import PPO, rollouts
 from fastadv.ops import _linear
 
@@ -42,7 +45,7 @@ class Floor:
 class Work:
     """One op on one batch."""
 
-    ours: Run
+    ours: Callable[[str], Run]  # by backend
     peers: tuple[Peer, ...]
     amount: float  # of what the floor counts: what has to be read and written, or multiplied and added
     floor: Floor
@@ -63,9 +66,9 @@ class Case:
     seconds: float | None = None  # what it may take on a card like an H100
     tolerance: float = 1e-5  # of the error
 
-    def work(self, device: str, backend: str, *, small: bool = False) -> Work:
+    def work(self, device: str, *, small: bool = False) -> Work:
         """The op on a device's tensors."""
-        return self.make(device, backend, **(self.small if small else self.sizes))
+        return self.make(device, **(self.small if small else self.sizes))
 
 
 def relative_error(values: Tensor, exact: Tensor) -> float:
@@ -108,20 +111,20 @@ def _no_grad(function: Callable[..., Any], *inputs: Any) -> Run:
 # ---- from log-probs --------------------------------------------------------------------------------------------------
 
 
-def policy_loss(device: str, backend: str, rows: int, tokens: int) -> Work:
+def policy_loss(device: str, rows: int, tokens: int) -> Work:
     """ppo with dual clip: loss, gradient and metrics, through autograd."""
     batch = {name: t.to(device) for name, t in rollouts(rows=rows, tokens=tokens).items()}
     count = batch["mask"].sum()
     inputs = [batch[name] for name in ("old_log_probs", "advantages", "mask")]
     step = partial(_gradient, batch["log_probs"])
 
-    def ours(*given: Tensor, backend: str = backend) -> Tensor:
+    def loss(backend: str, *given: Tensor) -> Tensor:
         return fa.policy_loss(*given, config=PPO, denominator=count, backend=backend).loss
 
     @cache
     def exact() -> Tensor:
         wide = [t.double() if t.is_floating_point() else t for t in inputs]
-        gradient: Tensor = _gradient(batch["log_probs"].double(), partial(ours, backend="reference"), *wide)()
+        gradient: Tensor = _gradient(batch["log_probs"].double(), partial(loss, "reference"), *wide)()
         return gradient
 
     def compiled() -> Run:
@@ -133,17 +136,18 @@ def policy_loss(device: str, backend: str, rows: int, tokens: int) -> Work:
         Peer("torch.compile", compiled),
         Peer("verl compute_policy_loss_vanilla", lambda: step(peers.verl_vanilla(), *inputs)),
     )
-    amount = 17 * batch["mask"].numel()
+    amount = cuda_bytes.policy_loss(batch["mask"].numel())
     return Work(
-        step(ours, *inputs), others, amount, copy_of(amount, device), lambda found: relative_error(found, exact())
-    )
+        lambda backend: step(partial(loss, backend), *inputs), others, amount, copy_of(amount, device),
+        lambda found: relative_error(found, exact()),
+    )  # fmt: skip
 
 
-def turn_advantages(device: str, backend: str, rows: int, tokens: int) -> Work:
+def turn_advantages(device: str, rows: int, tokens: int) -> Work:
     """Turn-reached advantages written out per token, from index objects."""
     batch = {name: t.to(device) for name, t in rollouts(rows=rows, tokens=tokens).items()}
-    turn_ids = fa.turn_ids_from_mask(batch["mask"], backend=backend)
-    index, groups = fa.segments(turn_ids, backend=backend), fa.group_index(batch["groups"])
+    turn_ids = fa.turn_ids_from_mask(batch["mask"], backend="reference")
+    index, groups = fa.segments(turn_ids, backend="reference"), fa.group_index(batch["groups"])
 
     def run(rewards: Tensor, backend: str) -> Tensor:
         return fa.turn_advantages(rewards, groups, index, backend=backend)
@@ -152,8 +156,9 @@ def turn_advantages(device: str, backend: str, rows: int, tokens: int) -> Work:
         return relative_error(found, run(batch["rewards"].double(), "reference"))
 
     others = (Peer("eager", lambda: partial(run, batch["rewards"], "reference")),)
-    amount = 8 * batch["mask"].numel()
-    return Work(partial(run, batch["rewards"], backend), others, amount, copy_of(amount, device), error)
+    amount = cuda_bytes.turn_advantages(index.count, rows, groups.num_groups)
+    amount += cuda_bytes.segment_tokens(batch["mask"].numel(), rows, index.count)
+    return Work(lambda backend: partial(run, batch["rewards"], backend), others, amount, copy_of(amount, device), error)
 
 
 # ---- from logits -----------------------------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ def _log_probs(backend: str, logits: Tensor, labels: Tensor) -> tuple[Tensor, ..
     return out.log_probs, out.entropy, out.sum_p2
 
 
-def token_log_probs(device: str, backend: str, rows: int, vocab: int) -> Work:
+def token_log_probs(device: str, rows: int, vocab: int) -> Work:
     """Log-prob, entropy and sum of squares of bfloat16 logits, forward."""
     logits, labels = _logits(device, rows, vocab)
 
@@ -194,11 +199,14 @@ def token_log_probs(device: str, backend: str, rows: int, vocab: int) -> Work:
             "sum of squares",
         ),
     )
-    ours = _no_grad(partial(_log_probs, backend), logits, labels)
-    return Work(ours, others, logits.nbytes, copy_of(logits.nbytes, device), error)
+    amount = cuda_bytes.token_log_probs(rows, vocab, logits.element_size(), moments=True)
+    return Work(
+        lambda backend: _no_grad(partial(_log_probs, backend), logits, labels), others, amount,
+        copy_of(amount, device), error,
+    )  # fmt: skip
 
 
-def token_log_probs_step(device: str, backend: str, rows: int, vocab: int) -> Work:
+def token_log_probs_step(device: str, rows: int, vocab: int) -> Work:
     """The same with the gradient of a loss of all three: the logits are read twice and a gradient like them written."""
     logits, labels = _logits(device, rows, vocab)
 
@@ -218,26 +226,26 @@ def token_log_probs_step(device: str, backend: str, rows: int, vocab: int) -> Wo
         Peer("eager", lambda: step(peers.log_softmax_results)),
         Peer("torch.compile", lambda: step(gpu_peers.compiled(peers.log_softmax_results))),
     )
-    amount = 3 * logits.nbytes
-    ours = step(partial(_log_probs, backend))
+    amount = cuda_bytes.token_log_probs_step(rows, vocab, logits.element_size(), moments=True)
     return Work(
-        ours, others, amount, copy_of(amount, device), lambda found: relative_error(found[CHECKED], exact())
+        lambda backend: step(partial(_log_probs, backend)), others, amount, copy_of(amount, device),
+        lambda found: relative_error(found[CHECKED], exact()),
     )  # fmt: skip
 
 
-def cross_entropy(device: str, backend: str, rows: int, vocab: int) -> Work:
+def cross_entropy(device: str, rows: int, vocab: int) -> Work:
     """Mean of the log-probs alone with its gradient: what cross-entropy kernels compute."""
     logits, labels = _logits(device, rows, vocab)
 
-    def ours(leaf: Tensor, labels: Tensor) -> Tensor:
+    def loss(backend: str, leaf: Tensor, labels: Tensor) -> Tensor:
         return -fa.token_log_probs(leaf, labels, backend=backend).log_probs.mean()
 
     @cache
     def exact() -> Tensor:
-        def loss(leaf: Tensor) -> Tensor:
+        def wide(leaf: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(leaf, labels[CHECKED], reduction="sum") / rows
 
-        gradient: Tensor = _gradient(logits[CHECKED].double(), loss)()
+        gradient: Tensor = _gradient(logits[CHECKED].double(), wide)()
         return gradient
 
     def peer(name: str, make: Callable[[], Callable[..., Tensor]], *, own: bool = False) -> Peer:
@@ -251,14 +259,14 @@ def cross_entropy(device: str, backend: str, rows: int, vocab: int) -> Work:
         peer("flash-attn cross-entropy", gpu_peers.flash_attn_cross_entropy),
         peer("quack cross-entropy", gpu_peers.quack_cross_entropy),
     )
-    amount = 3 * logits.nbytes
+    amount = cuda_bytes.token_log_probs_step(rows, vocab, logits.element_size(), moments=False)
     return Work(
-        _gradient(logits, ours, labels), others, amount, copy_of(amount, device),
+        lambda backend: _gradient(logits, partial(loss, backend), labels), others, amount, copy_of(amount, device),
         lambda found: relative_error(found[CHECKED], exact()),
     )  # fmt: skip
 
 
-def policy_loss_of_logits(device: str, backend: str, rows: int, width: int, vocab: int) -> Work:
+def policy_loss_of_logits(device: str, rows: int, width: int, vocab: int) -> Work:
     """ppo of logits [B, T + 1, V] with the gradient of the logits; half of the tokens count. Those are read twice; the
     gradient is written for all."""
     flat, labels = _logits(device, rows * (width + 1), vocab)
@@ -269,7 +277,7 @@ def policy_loss_of_logits(device: str, backend: str, rows: int, width: int, voca
     advantages = torch.randn(rows, generator=generator, device=device)
     config = fa.LossConfig(clip_low=peers.CLIP, clip_high=peers.CLIP)
     with torch.no_grad():
-        log_probs = fa.token_log_probs(logits, labels, mask=mask, backend=backend).log_probs
+        log_probs = fa.token_log_probs(logits, labels, mask=mask, backend="reference").log_probs
     noise = torch.randn(log_probs.shape, generator=generator, device=device)
     old = log_probs + 0.02 * noise  # no ratio is clipped: every token that counts has a gradient
 
@@ -281,8 +289,11 @@ def policy_loss_of_logits(device: str, backend: str, rows: int, width: int, voca
 
         return run
 
-    def ours(leaf: Tensor) -> Tensor:
-        return fa.token_log_probs(leaf, labels, mask=mask, backend=backend).log_probs
+    def ours(backend: str) -> Run:
+        def log_probs_of(leaf: Tensor) -> Tensor:
+            return fa.token_log_probs(leaf, labels, mask=mask, backend=backend).log_probs
+
+        return _gradient(logits, loss(log_probs_of, backend))
 
     def eager(leaf: Tensor) -> Tensor:
         places = labels[: leaf.shape[0], : leaf.shape[1], None]
@@ -308,11 +319,10 @@ def policy_loss_of_logits(device: str, backend: str, rows: int, width: int, voca
         Peer("eager log-softmax, our reference of the loss", lambda: _gradient(logits, loss(eager, "reference"))),
         Peer("Liger triton_grpo_loss", liger, "all metrics but the clip fraction"),
     )
-    amount = (2 * int(mask.sum()) + mask.numel()) * vocab * logits.element_size()
+    amount = (2 * int(mask.sum()) + mask.numel()) * vocab * logits.element_size()  # beside them, 20 bytes a token
     return Work(
-        _gradient(logits, loss(ours, backend)), others, amount, copy_of(amount, device),
-        lambda found: relative_error(found[:1, CHECKED], exact()),
-    )  # fmt: skip
+        ours, others, amount, copy_of(amount, device), lambda found: relative_error(found[:1, CHECKED], exact())
+    )
 
 
 # ---- from hidden states ----------------------------------------------------------------------------------------------
@@ -333,7 +343,7 @@ def _layer(device: str, tokens: int, size: int, vocab: int) -> dict[str, Tensor]
     }
 
 
-def linear_policy_loss(device: str, backend: str, tokens: int, size: int, vocab: int) -> Work:
+def linear_policy_loss(device: str, tokens: int, size: int, vocab: int) -> Work:
     """Mean cross-entropy of the tokens that count (reinforce with advantages of 1), since that is what peers compute,
     with the gradients of hidden states and weight. Three products for each token that counts."""
     given = _layer(device, tokens, size, vocab)
@@ -347,7 +357,7 @@ def linear_policy_loss(device: str, backend: str, tokens: int, size: int, vocab:
 
         return run
 
-    def ours(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    def fused(backend: str, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return fa.linear_policy_loss(hidden, weight, labels, None, ones, mask, config=config, backend=backend).loss
 
     @cache
@@ -371,16 +381,19 @@ def linear_policy_loss(device: str, backend: str, tokens: int, size: int, vocab:
     )
     floor = product(_linear.chunk_rows(vocab, count, device), given["weight"])
     amount = 3 * 2.0 * count * size * vocab
-    return Work(step(ours), others, amount, floor, lambda found: relative_error(found[0][CHECKED], exact()))
+    return Work(
+        lambda backend: step(partial(fused, backend)), others, amount, floor,
+        lambda found: relative_error(found[0][CHECKED], exact()),
+    )  # fmt: skip
 
 
-def linear_log_probs(device: str, backend: str, tokens: int, size: int, vocab: int) -> Work:
+def linear_log_probs(device: str, tokens: int, size: int, vocab: int) -> Work:
     """Log-probs and entropy of the tokens that count, forward. One product for each."""
     given = _layer(device, tokens, size, vocab)
     hidden, weight, labels, mask = (given[name] for name in ("hidden", "weight", "labels", "mask"))
     count = int(mask.sum())
 
-    def ours() -> tuple[Tensor, ...]:
+    def fused(backend: str) -> tuple[Tensor, ...]:
         out = fa.linear_log_probs(hidden, weight, labels, mask=mask, return_entropy=True, backend=backend)
         assert out.entropy is not None
         return out.log_probs, out.entropy
@@ -407,7 +420,7 @@ def linear_log_probs(device: str, backend: str, tokens: int, size: int, vocab: i
         Peer("verl linear_cross_entropy", lambda: _no_grad(gpu_peers.verl_linear_log_probs(), hidden, weight, labels)),
     )
     floor = product(_linear.chunk_rows(vocab, count, device), weight)
-    return Work(torch.no_grad()(ours), others, 2.0 * count * size * vocab, floor, error)
+    return Work(lambda backend: _no_grad(fused, backend), others, 2.0 * count * size * vocab, floor, error)
 
 
 BATCH = {"rows": 256, "tokens": 4_194_304}

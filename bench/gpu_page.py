@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bench import gpu_tools
 from bench.gpu_cases import CASES, Case
 from bench.harness import DIRTY, clean
 
+OURS = {backend: f"fastadv ({backend})" for backend in ("cuda", "triton")}
 UNITS = {"GB/s": 1e9, "TF/s": 1e12}
 LIKE_H100 = "9.0"  # compute capability of the cards that bars in seconds are for
 
@@ -17,13 +19,18 @@ NOT_MEASURED = """\
 **Nothing in this project was measured on a GPU.** No card was there; there are no times, rates or errors of one, and
 none are estimated here. This page was written by `python -m bench.gpu --not-measured`.
 
-`make gpu` on a machine with a CUDA device runs the contracts of every op there (`tests/test_gpu.py`), then the cases
-below, each beside its peers where they are installed and beside the card's own copy or matrix product in the same run,
-and writes this page anew and `gpu.json` with it: card, driver, clocks and what held them down, versions, commit, 20th,
-50th and 80th percentile, rate, times the floor, peak memory, error against float64.
+`make gpu` on a machine with a CUDA device runs the contracts of every op there on both of its backends, cuda and triton
+(`tests/test_gpu.py`), then the cases below on both, each beside its peers where they are installed and beside the
+card's own copy or matrix product in the same run, and writes this page anew and `gpu.json` with it: card, driver,
+clocks and what held them down, versions, commit, 20th, 50th and 80th percentile, rate, times the floor, peak memory,
+error against float64. Bars are for the backend that "auto" takes.
+
+Where `compute-sanitizer` is on the path, the CUDA kernels' small cases run under its memcheck and racecheck too; where
+`ncu` is, it counts bytes, bandwidth and occupancy of each case. **Neither was run**: both need a card.
 
 What was argued without a card, from bytes, counted instructions and occupancy, is in `bench/RECORD.md` ("Triton, argued
-and not measured"); the compiled kernels that it counts are in `docs/triton_kernels.md`.
+and not measured"); the compiled kernels are in `docs/triton_kernels.md` and `docs/cuda_kernels.md`. What each op has to
+move is in `bench/cuda_bytes.py`; `tests/test_cuda_bytes.py` counts what the CUDA kernels do move.
 
 | case | size | bar |
 |---|---|---|
@@ -60,9 +67,11 @@ def kept(case: Case, row: Mapping[str, Any], machine: Mapping[str, Any]) -> bool
 
 
 def sound(document: Mapping[str, Any]) -> bool:
-    """Whether ours ran in every case, with a right answer, and missed no bar."""
-    ours = {row["case"]: row for row in document["rows"] if row["what"] == "fastadv"}
-    return all(
+    """Whether ours, on the backend that "auto" takes, ran in every case, with a right answer, and missed no bar, and no
+    check of the kernels found an error."""
+    judged = OURS.get(document["machine"]["auto"])
+    ours = {row["case"]: row for row in document["rows"] if row["what"] == judged}
+    return all(check["sound"] is not False for check in document["sanitized"]) and all(
         case.name in ours
         and not ours[case.name]["failure"]
         and ours[case.name]["error"] <= case.tolerance
@@ -73,7 +82,7 @@ def sound(document: Mapping[str, Any]) -> bool:
 
 def _line(row: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
     cases = {case.name: case for case in CASES}
-    ours = row["what"] == "fastadv"
+    ours = row["what"].startswith("fastadv")
     name = row["case"] if ours else ""
     if row["failure"]:
         return f"| {name} | {row['what']} | {row['failure']} | | | | | | | |"
@@ -108,9 +117,12 @@ def measured(document: Mapping[str, Any]) -> str:
             "",
             ", ".join(f"{key} {value}" for key, value in machine.items()) + f"; {document['seconds']:.0f} s in all.",
             "",
+            f'Bars are for {machine["auto"]}, which "auto" takes here.',
             f"Clocks were held down by: {', '.join(slowed) or 'nothing'}.",
             f"Peers that are not here: {'; '.join(absent) or 'none'}.",
             f"Peers that leave something out: {'; '.join(partial) or 'none'}.",
+            "",
+            *gpu_tools.page(document),
             "",
             NOTES,
         ]

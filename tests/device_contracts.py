@@ -4,6 +4,7 @@ tests/test_device_contracts.py runs each once without, so that they are known to
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,30 @@ from torch import Tensor
 
 import fastadv as fa
 
+BACKENDS = ("cuda", "triton")  # in the order in which "auto" takes them
+NO_CODE = ("cudaErrorNoKernelImageForDevice", "cudaErrorUnsupportedPtxVersion")
 SHAPES = (Shape(), Shape(padded=True, seed=1), Shape(lengths=(1100, 2300, 17, 0, 9000), seed=2))
+
+
+@functools.cache
+def why_not(backend: str, device: str) -> str | None:
+    """Why a backend cannot run on a device: it was not built, or not for this card. None: it can."""
+    reason = fa.backends()[backend]
+    if reason != "available":
+        return reason
+    try:
+        fa.token_counts(torch.ones(1, device=device), backend=backend)
+    except RuntimeError as error:
+        if not any(name in str(error) for name in NO_CODE):
+            raise
+        return f"the extension has no code for this card ({error}); FASTADV_CUDA_ARCHS names what is built"
+    return None
+
+
+def skip_unless(backend: str, device: str) -> None:
+    """Skips a test of a backend that cannot run on a device."""
+    if reason := why_not(backend, device):
+        pytest.skip(f"{backend}: {reason}")
 
 
 # ---- cases on a device -----------------------------------------------------------------------------------------------
@@ -58,6 +82,13 @@ def equals_float64(case: Case, backend: str, shape: Shape) -> None:
     assert fa.last_backend() == backend
     assert all(value.device.type == device_of(inputs) for value in outputs.values())
     contracts.close_to_oracle(case, inputs, outputs)
+
+
+def agrees_with_triton(case: Case, backend: str, shape: Shape) -> None:
+    """What one rounds away, the other may keep: as far apart as each may be from float64."""
+    inputs = case.make(shape.draw())
+    skip_unless("triton", device_of(inputs))
+    contracts.close_to(case, inputs, case.run(backend, inputs), case.run("triton", inputs))
 
 
 def equal_bits(case: Case, backend: str, shape: Shape) -> None:
@@ -139,6 +170,7 @@ class Contract:
     arguments: tuple[Any, ...] = ()
     applies: Callable[[Case], Any] = anything
     poisoned: bool = False  # memory that is allocated and not written holds NaN
+    backends: tuple[str, ...] = BACKENDS
 
     def run(self, case: Case, backend: str, *, whole: bool = True) -> None:
         """Checks; with the first argument alone if not whole."""
@@ -151,6 +183,7 @@ class Contract:
 LAYOUTS = contracts.LAYOUTS[:2]
 CONTRACTS = {
     "float64": Contract(equals_float64, SHAPES),
+    "agreement": Contract(agrees_with_triton, SHAPES, backends=("cuda",)),
     "garbage": Contract(
         contracts.test_masked_values_never_enter_arithmetic, LAYOUTS, lambda c: c.token_inputs or c.row_inputs
     ),

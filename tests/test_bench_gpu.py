@@ -9,12 +9,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import cuda_kernels
 import pytest
 import torch
 from torch import Tensor
 
-from bench import gpu, gpu_card, gpu_page, gpu_peers, peers
+import fastadv as fa
+from bench import gpu, gpu_card, gpu_page, gpu_peers, gpu_tools, peers
 from bench.gpu_cases import CASES, Case, Peer, Work, copy_of, relative_error
+from bench.gpu_page import OURS
 
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 NEED_A_CARD = ("verl linear_cross_entropy", "flash-attn cross-entropy", "quack cross-entropy")
@@ -27,10 +30,14 @@ def installed(peer: Peer) -> bool:
 
 @EVERY
 def test_a_case_gives_the_right_answer(case: Case) -> None:
-    work = case.work("cpu", "triton", small=True)
-    found = work.ours()
-    wrong = tuple(1.1 * part for part in found) if isinstance(found, tuple) else 1.1 * found
-    assert work.error(found) < case.tolerance < work.error(wrong)
+    work = case.work("cpu", small=True)
+    for backend in OURS:
+        if backend == "cuda" and cuda_kernels.missing():
+            continue  # tests/test_cuda_emulation.py says so by a skip
+        found = work.ours(backend)()
+        assert fa.last_backend() == backend
+        wrong = tuple(1.1 * part for part in found) if isinstance(found, tuple) else 1.1 * found
+        assert work.error(found) < case.tolerance < work.error(wrong)
     assert work.amount > 0
     work.floor.run()
     here = [peer for peer in work.peers if installed(peer)]
@@ -44,7 +51,7 @@ def test_a_case_gives_the_right_answer(case: Case) -> None:
 def test_peers_give_the_right_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Called as on a card: Liger's kernels run in Triton's interpreter, and what only a card runs is named."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    work = case.work("cpu", "triton", small=True)
+    work = case.work("cpu", small=True)
     for peer in work.peers:
         if peer.name not in NEED_A_CARD:
             assert work.error(peer.make()()) < 1e-2, peer.name
@@ -77,7 +84,7 @@ def test_peers_that_need_a_card_are_called_as_they_are_written(monkeypatch: pyte
     stand_in(monkeypatch, "verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=verl)
     called = []
     for case in CASES:
-        work = case.work("cpu", "triton", small=True) if case.tolerance == 1e-2 else None
+        work = case.work("cpu", small=True) if case.tolerance == 1e-2 else None
         for peer in work.peers if work else ():
             if peer.name in NEED_A_CARD:
                 called.append(peer.name)
@@ -112,8 +119,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def case_with(*peers: Peer, ours: Any = lambda: 0.5) -> Case:
     """A case whose runs do nothing, and whose error is what they return."""
-    work = Work(ours, peers, 300.0, copy_of(100, "cpu"), float)
-    return Case("a case", lambda device, backend: work, {}, {}, 1.25)
+    runs = {"cuda": lambda: 0.5, "triton": ours}
+    work = Work(runs.__getitem__, peers, 300.0, copy_of(100, "cpu"), float)
+    return Case("a case", lambda device: work, {}, {}, 1.25)
 
 
 def fails(error: Exception, after: int = 0) -> Any:
@@ -144,7 +152,8 @@ def test_a_peer_that_raises_is_a_line_and_the_others_go_on() -> None:
         device="cpu",
     )
     assert {row.what: row.failure for row in rows} == {
-        "fastadv": "",
+        "fastadv (cuda)": "",
+        "fastadv (triton)": "",
         "absent": "not installed: No module named 'a_package_that_nobody_has'",
         "broken": "failed: ValueError: no / such",
         "large": "failed: OutOfMemoryError: CUDA out of memory",
@@ -153,35 +162,46 @@ def test_a_peer_that_raises_is_a_line_and_the_others_go_on() -> None:
         "a copy of as many bytes": "",
     }
     by_name = {row.what: row for row in rows}
-    assert by_name["fastadv"].p50 == pytest.approx(1e-3)
-    assert by_name["fastadv"].rate == pytest.approx(3e5)
-    assert by_name["fastadv"].of_floor == pytest.approx(1 / 3)  # three times the bytes in the same time
+    assert by_name["fastadv (triton)"].p50 == pytest.approx(1e-3)
+    assert by_name["fastadv (triton)"].rate == pytest.approx(3e5)
+    assert by_name["fastadv (triton)"].of_floor == pytest.approx(1 / 3)  # three times the bytes in the same time
     assert by_name["a copy of as many bytes"].of_floor == pytest.approx(1)
-    assert [by_name[name].error for name in ("fastadv", "sound", "a copy of as many bytes")] == [0.5, 0.25, None]
+    assert [by_name[name].error for name in ("fastadv (cuda)", "sound", "a copy of as many bytes")] == [0.5, 0.25, None]
     assert by_name["absent"].leaves_out == "entropy"
 
 
 @pytest.mark.usefixtures("fake_cuda")
 def test_ours_may_fail_and_peers_are_measured() -> None:
     rows = gpu.measure(case_with(Peer("sound", lambda: lambda: 0.25), ours=fails(RuntimeError("ours"))), device="cpu")
-    assert [row.failure for row in rows] == ["failed: RuntimeError: ours", "", ""]
+    assert [row.failure for row in rows] == ["", "failed: RuntimeError: ours", "", ""]
+    absent = fails(fa.BackendUnavailableError("its extension does not load"))
+    rows = gpu.measure(case_with(ours=absent), device="cpu")
+    assert [row.failure for row in rows] == ["", "not here: its extension does not load", ""]
 
 
+@pytest.mark.skipif(cuda_kernels.missing() is not None, reason=str(cuda_kernels.missing()))
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=["by bytes", "by operations"])
 @pytest.mark.usefixtures("fake_cuda")
 def test_a_case_is_measured_and_written(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ROUNDS", 2)
-    rows = gpu.measure(case, device="cpu", backend="triton", small=True, peers=False)
-    assert [row.failure for row in rows] == ["", ""]
-    document = {"machine": FACTS, "seconds": 1.0, "states": [], "rows": [asdict(row) for row in rows]}
-    assert f"| {case.name} | fastadv | 1000.0 | 1000.0 | 1000.0 |" in gpu_page.measured(document)
+    rows = gpu.measure(case, device="cpu", small=True, peers=False)
+    assert [row.failure for row in rows] == ["", "", ""]
+    page = gpu_page.measured(document(*rows))
+    for name in OURS.values():
+        assert f"| {case.name} | {name} | 1000.0 | 1000.0 | 1000.0 |" in page
 
 
-FACTS = {"card": "a card", "commit": "1234567-dirty", "capability": "9.0"}
+FACTS = {"card": "a card", "commit": "1234567-dirty", "capability": "9.0", "auto": "cuda"}
+
+
+def document(*rows: gpu.Row, **given: Any) -> dict[str, Any]:
+    """What a run leaves."""
+    found = {"machine": FACTS, "seconds": 61.2, "states": [], "sanitized": [], "profiled": []}
+    return {**found, "rows": [asdict(row) for row in rows], **given}
 
 
 def row(case: Case, **given: Any) -> gpu.Row:
-    good = gpu.Row(case.name, "fastadv", case_unit(case), "", "", 1e-5, 2e-5, 3e-5, 3.5e12, 1.0, 2**20, 1e-7)
+    good = gpu.Row(case.name, OURS["cuda"], case_unit(case), "", "", 1e-5, 2e-5, 3e-5, 3.5e12, 1.0, 2**20, 1e-7)
     return replace(good, **given)
 
 
@@ -200,21 +220,21 @@ def test_no_case_costs_another() -> None:
             return "CUDA error: an illegal memory access was encountered"
         return {"rows": [asdict(row(case))], "state": {"slowed by": []}}
 
-    document = gpu.measure_all(process, lambda d: written.append(json.dumps(d)), FACTS)
+    found = gpu.measure_all(process, lambda d: written.append(json.dumps(d)), FACTS)
     assert asked[:4] == [(CASES[0], True), (CASES[0], False), (CASES[1], True), (CASES[1], False)]
     assert asked[4:] == [(case, True) for case in CASES[2:]]
     assert len(written) == len(CASES)
-    assert written[-1] == json.dumps(document)
-    failed = [(r["case"], r["what"]) for r in document["rows"] if r["failure"]]
+    assert written[-1] == json.dumps(found)
+    failed = [(r["case"], r["what"]) for r in found["rows"] if r["failure"]]
     assert failed == [(CASES[0].name, "all peers"), (CASES[1].name, "fastadv")]
-    assert not gpu_page.sound(document)
-    assert f"| {CASES[1].name} | fastadv | failed: CUDA error: an illegal memory access" in gpu_page.measured(document)
+    assert not gpu_page.sound(found)
+    assert f"| {CASES[1].name} | fastadv | failed: CUDA error: an illegal memory access" in gpu_page.measured(found)
 
 
 def test_a_run_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ALL_SECONDS", 0.0)
-    document = gpu.measure_all(lambda *_: pytest.fail("no time was left"), lambda d: None, FACTS)
-    assert [r["failure"] for r in document["rows"]] == ["failed: no time was left"] * len(CASES)
+    found = gpu.measure_all(lambda *_: pytest.fail("no time was left"), lambda d: None, FACTS)
+    assert [r["failure"] for r in found["rows"]] == ["failed: no time was left"] * len(CASES)
 
 
 def test_a_process_that_dies_or_hangs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,13 +284,18 @@ def test_the_whole_command(slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(gpu_card, "facts", lambda: {"card": "a card"})
     monkeypatch.setattr(gpu_card, "state", lambda: {"slowed by": ["power cap"]})
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu.dispatch, "resolve", lambda *_, **__: "cuda")
+    monkeypatch.setattr(gpu_tools.shutil, "which", lambda tool: None)
     assert gpu.main([]) == int(slow)
-    document, page = json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
-    assert page == gpu_page.measured(document)
-    assert [r["case"] for r in document["rows"] if r["what"] == "fastadv"] == [case.name for case in CASES]
+    found, page = json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
+    assert page == gpu_page.measured(found)
+    assert [r["case"] for r in found["rows"] if r["what"] == OURS["cuda"]] == [case.name for case in CASES]
     assert "|  | all peers | failed: RuntimeError: CUDA error: unspecified launch failure |" in page
     assert page.startswith("# On a GPU: a card\n")
     assert "held down by: power cap" in page
+    assert 'Bars are for cuda, which "auto" takes here.' in page
+    assert "- `compute-sanitizer --tool racecheck`: compute-sanitizer is not on the path." in page
+    assert "Bytes and occupancy were not counted: ncu is not on the path." in page
 
 
 def test_the_committed_page_is_what_the_command_writes() -> None:
@@ -306,9 +331,10 @@ def test_a_run_is_sound_if_every_case_is_right_and_within_its_bar() -> None:
 
     def sound(**changed: Any) -> bool:
         first = replace(rows[CASES[0].name], **changed)
-        return gpu_page.sound({"machine": FACTS, "rows": [asdict(r) for r in [first, *list(rows.values())[1:]]]})
+        return gpu_page.sound(document(first, *list(rows.values())[1:]))
 
     assert sound()
+    assert not sound(what=OURS["triton"])  # "auto" takes the other
     assert not sound(of_floor=1.3)
     assert not sound(error=0.1)
     assert not sound(failure="failed")
@@ -360,11 +386,9 @@ def test_the_page_says_what_missed_what_is_absent_and_what_slowed_the_card() -> 
         gpu.Row(case.name, "a peer", "GB/s", "not installed: No module named 'it'"),
     ]
     states = [{"slowed by": []}, {"slowed by": ["power cap"]}]
-    page = gpu_page.measured(
-        {"machine": FACTS, "seconds": 61.2, "states": states, "rows": [asdict(row) for row in rows]}
-    )
+    page = gpu_page.measured(document(*rows, states=states))
     bar = f"{case.bar + 0.5:.2f} | {case.bar:.2f} times the floor, MISSED"
-    assert f"| {case.name} | fastadv | 10.0 | 20.0 | 30.0 | 3500 GB/s | {bar} | 1 | 1.0e-01 WRONG |" in page
+    assert f"| {case.name} | fastadv (cuda) | 10.0 | 20.0 | 30.0 | 3500 GB/s | {bar} | 1 | 1.0e-01 WRONG |" in page
     assert "|  | eager | 10.0 | 2000.0 |" in page
     assert "|  | a peer | not installed: No module named 'it' |" in page
     assert "Peers that are not here: a peer (not installed: No module named 'it')." in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -187,16 +188,28 @@ def test_a_thread_has_enough_to_do() -> None:
     assert most == [1, 1, 1, 1, 2, 2, 7, 7, 8, 8]
 
 
+LOAD_CUDA = """
+import fastadv as fa
+from fastadv import cuda
+try:
+    assert cuda.module().device_type() == "cuda"
+    print(cuda.module().__file__)
+except ImportError:
+    print(fa.backends()["cuda"])
+"""
+
+
 @pytest.mark.slow
 def test_install_away_from_the_source_tree(tmp_path: Path) -> None:
-    """`pip install .` into another environment imports, runs an op on the compiled kernels, and has the command."""
+    """`pip install .` into another environment imports, runs an op on the compiled kernels, and has the command. Where
+    nvcc is, the CUDA kernels are there, and load without a GPU."""
     source = Path(fa.__file__).parent.parent
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     pip = [venv / "bin" / "pip", "install", "--quiet", "--constraint", source / "constraints.txt"]
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", source, clone], check=True)
-    subprocess.run([*pip, clone], check=True)
+    subprocess.run([*pip, clone], check=True, env={**os.environ, "FASTADV_CUDA_ARCHS": "90a"})
     run = subprocess.run(
         [venv / "bin" / "python", "-c", RUN_AN_OP + "print(fa.__file__, torch.__file__)"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
@@ -204,6 +217,14 @@ def test_install_away_from_the_source_tree(tmp_path: Path) -> None:
     assert run.stdout.startswith("[0.5, -0.5] cpu 0")
     for path in run.stdout.splitlines()[-1].split():  # neither comes from the source tree or the tests' environment
         assert Path(path).is_relative_to(venv), path
+    loaded = subprocess.run(
+        [venv / "bin" / "python", "-c", LOAD_CUDA], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    nvcc = shutil.which("nvcc") or os.environ.get("CUDA_HOME")
+    if nvcc and os.environ.get("FASTADV_CUDA") != "0":
+        assert Path(loaded).is_relative_to(venv), loaded
+    else:
+        assert loaded.endswith("install fastadv where nvcc is, with FASTADV_CUDA=1")
     for module in ("fastadv.triton_kernels", "fastadv.integrations"):
         subprocess.run([venv / "bin" / "python", "-c", f"import {module}"], cwd=tmp_path, check=True)
     assert subprocess.run(

@@ -23,6 +23,7 @@ from .launch_syntax import rewrite
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+BYTE_COUNTS = HERE / "byte_counts.cpp"  # compiled as it is: what it calls calls nothing back
 CACHE = ROOT / "build" / "cuda_emulation"
 COMPILER = os.environ.get("CXX", "g++")
 
@@ -49,6 +50,15 @@ SANITIZER_FLAGS = {
     ],
     "thread": ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
     "coverage": ["-O0", "--coverage", "-fprofile-update=atomic"],  # gcov reads the files beside the library
+    # A call of byte_counts.cpp at each access. No sanitizer's library is there, so headers must not ask for one.
+    "bytes": [
+        "-O1",
+        "-fsanitize=kernel-address",
+        "--param=asan-instrumentation-with-call-threshold=0",
+        "--param=asan-stack=0",
+        "--param=asan-globals=0",
+        "-U__SANITIZE_ADDRESS__",
+    ],
 }
 SANITIZER_LIBRARIES = {"address": "libasan.so", "thread": "libtsan.so"}
 # Python leaves memory to the system when it ends, and is built without ThreadSanitizer.
@@ -105,7 +115,8 @@ def build(
         sources: `.cu` and `.cpp` files, relative to the root of the repository; all see the emulation's headers.
         name: of the file, and so of a Python extension's module.
         kind: `library`, `module` (a Python extension, with pybind11's headers on the path) or `program`.
-        sanitizer: None, `address` (with undefined behaviour), `thread`, or `coverage` for gcov.
+        sanitizer: None, `address` (with undefined behaviour), `thread`, `coverage` for gcov, or `bytes` for counts of
+            the bytes that kernels move.
         defines: macros.
         includes: folders of headers, relative to the root.
     """
@@ -119,6 +130,7 @@ def build(
 
         preprocess += ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"]]
     paths = [ROOT / source for source in sources]
+    paths += [BYTE_COUNTS] if sanitizer == "bytes" else []
     texts = _both_cores(lambda path: _preprocessed(path, flags + preprocess), paths)
 
     digest = hashlib.sha256(repr((_run([COMPILER, "--version"]), kind, name, flags, texts)).encode()).hexdigest()
@@ -129,7 +141,8 @@ def build(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             objects = [folder / f"{i}_{path.stem}.o" for i, path in enumerate(paths)]
-            _both_cores(lambda pair: _compiled(*pair, flags), list(zip(texts, objects, strict=True)))
+            hooks = [FLAGS + SANITIZER_FLAGS[None] if path == BYTE_COUNTS else flags for path in paths]
+            _both_cores(lambda each: _compiled(*each), list(zip(texts, objects, hooks, strict=True)))
             unfinished = folder / "linked"
             _run([COMPILER, *flags, *LINK_FLAGS[kind], *map(str, objects), "-o", str(unfinished)])
             unfinished.rename(target)
