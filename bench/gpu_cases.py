@@ -277,7 +277,8 @@ def policy_loss_of_logits(device: str, rows: int, width: int, vocab: int) -> Wor
     advantages = torch.randn(rows, generator=generator, device=device)
     config = fa.LossConfig(clip_low=peers.CLIP, clip_high=peers.CLIP)
     with torch.no_grad():
-        log_probs = fa.token_log_probs(logits, labels, mask=mask, backend="reference").log_probs
+        each = zip(logits, labels, mask, strict=True)  # no float32 copy of all of them
+        log_probs = torch.stack([fa.token_log_probs(*r[:2], mask=r[2], backend="reference").log_probs for r in each])
     noise = torch.randn(log_probs.shape, generator=generator, device=device)
     old = log_probs + 0.02 * noise  # no ratio is clipped: every token that counts has a gradient
 

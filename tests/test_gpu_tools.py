@@ -60,10 +60,10 @@ def test_tools_that_are_not_there_are_said_to_be_absent(tool: Any) -> None:
 
 
 def test_the_sanitizer_runs_the_small_cases_under_both_checks(tool: Any) -> None:
-    calls = tool("compute-sanitizer", "========= ERROR SUMMARY: 0 errors\n")
+    calls = tool("compute-sanitizer", "34 passed, 2 skipped in 9.0s\n========= ERROR SUMMARY: 0 errors\n")
     assert [(c["check"], c["sound"], c["says"]) for c in gpu_tools.sanitized()] == [
-        ("memcheck", True, "no errors"),
-        ("racecheck", True, "no errors"),
+        ("memcheck", True, "no errors in 34 tests"),
+        ("racecheck", True, "no errors in 34 tests"),
     ]
     rest = f"--error-exitcode 86 {sys.executable} -m pytest -q -m gpu -k cuda and float64 tests/test_gpu.py"
     assert calls.read_text().splitlines() == [f"0 1 --tool {check} {rest}" for check in ("memcheck", "racecheck")]
@@ -74,11 +74,12 @@ def test_the_sanitizer_runs_the_small_cases_under_both_checks(tool: Any) -> None
     [
         (86, False, "errors were found: ========= ERROR SUMMARY: 3 errors"),
         (1, None, "exit status 1: ========= ERROR SUMMARY: 3 errors"),
+        (0, None, "no test ran: ========= ERROR SUMMARY: 3 errors"),
     ],
-    ids=["errors", "another failure"],
+    ids=["errors", "another failure", "all skipped"],
 )
 def test_what_a_check_finds_is_reported_and_judged(tool: Any, status: int, sound: bool | None, says: str) -> None:
-    tool("compute-sanitizer", "========= Invalid read\n========= ERROR SUMMARY: 3 errors\n1 passed\n", status)
+    tool("compute-sanitizer", "========= Invalid read\n========= ERROR SUMMARY: 3 errors\n36 skipped\n", status)
     found = gpu_tools.sanitized()
     assert [(c["sound"], c["says"]) for c in found] == 2 * [(sound, says)]
     assert says in page()

@@ -220,7 +220,7 @@ def test_install_away_from_the_source_tree(tmp_path: Path) -> None:
     loaded = subprocess.run(
         [venv / "bin" / "python", "-c", LOAD_CUDA], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.strip()
-    nvcc = shutil.which("nvcc") or os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc") or Path(os.environ.get("CUDA_HOME", ""), "bin", "nvcc").exists()
     if nvcc and os.environ.get("FASTADV_CUDA") != "0":
         assert Path(loaded).is_relative_to(venv), loaded
     else:

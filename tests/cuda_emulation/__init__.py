@@ -15,6 +15,8 @@ source. `CUDA_EMULATION_ORDER`, read at each launch, is the order in which the t
 backward, or a number that random orders start from. After `build.fail_next_launch(module, error)` the next launch
 leaves that error behind instead of running.
 
+A module with `sanitizer="bytes"` counts the bytes that its kernels move; see `byte_counts.cpp`.
+
 A module with `sanitizer="address"` or `"thread"` needs a process that loads the sanitizer before Python;
 `build.preloaded` is its environment. By hand, for tests that build their module that way::
 

@@ -2,7 +2,7 @@
 // sources stay as they are, and so do their results: nothing is checked here.
 //
 // Only memory that was announced counts: that of tensors. What is read again does not count again, as if every cache were
-// large enough.
+// large enough. (The compiler may leave a hook out where the same address was accessed just before.)
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
