@@ -233,6 +233,8 @@ void py_logits_gradient(int device, uintptr_t stream, const py::tuple& inputs, u
   logits_gradient(launcher, logits_inputs(inputs), state, upstream, logits_view(gradient));
 }
 
+void py_check_device(int device) { check_device(Launcher("fastadv", device, 0)); }
+
 // Kind of device whose memory the kernels read: "cuda", or "cpu" where tests compiled them for it.
 const char* device_type() {
 #if defined(FASTADV_CUDA_EMULATED)
@@ -247,6 +249,7 @@ const char* device_type() {
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "fastadv's CUDA kernels; use the ops of fastadv, which check what they pass here";
   m.def("device_type", &device_type);
+  m.def("check_device", &py_check_device);
   m.def("segment_tokens", &py_segment_tokens);
   // advantages
   m.attr("TURN_IDS_BLOCK") = kTurnIdsBlock;

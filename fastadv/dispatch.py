@@ -187,8 +187,14 @@ def _cuda_error() -> str:
         kernels = cuda.module()
     except ImportError as error:
         return f"its extension does not load ({error}); install fastadv where nvcc is, with FASTADV_CUDA=1"
-    if kernels.device_type() == "cuda" and not torch.cuda.is_available():
+    if kernels.device_type() != "cuda":
+        return ""
+    if not torch.cuda.is_available():
         return "torch sees no CUDA device; run it where there is one"
+    try:
+        kernels.check_device(torch.cuda.current_device())
+    except RuntimeError as error:
+        return f"its extension has no code for this card ({error}); FASTADV_CUDA_ARCHS names what is built"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from test_packaging import python
 
 import fastadv as fa
 from bench import cuda_code
+from fastadv import cuda, dispatch
 
 EXTENSION = cuda_code.extension()
 BUILT = pytest.mark.skipif(EXTENSION is None, reason="fastadv._cuda is not built: no nvcc, or FASTADV_CUDA is 0")
@@ -44,6 +46,19 @@ def test_a_launch_that_fails_names_the_op_and_the_cause() -> None:
     last = run.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError: segment_tokens: cudaError"), run.stderr
     assert "InsufficientDriver" in last or "NoDevice" in last
+
+
+def test_a_card_without_code_in_the_build_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> None:
+        raise RuntimeError("fastadv: cudaErrorNoKernelImageForDevice: no kernel image is available")
+
+    kernels = types.SimpleNamespace(device_type=lambda: "cuda", check_device=refuse)
+    monkeypatch.setattr(cuda, "module", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "_load_errors", {})
+    reason = fa.backends()["cuda"]
+    assert reason.startswith("its extension has no code for this card (fastadv: cudaErrorNoKernelImageForDevice")
 
 
 @BUILT

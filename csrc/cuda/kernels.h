@@ -15,6 +15,9 @@ namespace fastadv::cuda {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kUInt8 = 3, kInt32 = 4, kInt64 = 5 };  // as in cpu/token_view.h
 
+// ---- device.cu: throws where the launcher's device has no code in this build
+void check_device(const Launcher& launcher);
+
 // ---- segments.cu: values of a segment table [offsets[rows]] at tokens
 template <class T>  // float or double
 void segment_tokens(const Launcher& launcher, const Rows& rows, const T* table, const int64_t* offsets, DType ids,

@@ -120,6 +120,11 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
   return cudaSuccess;
 }
 
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
+}
+
 inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   using namespace ::cuda_emulation;
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
@@ -131,6 +136,11 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute at
 }
 
 }  // extern "C"
+
+template <class Result, class... Parameters>
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Result (*kernel)(Parameters...)) {
+  return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel));
+}
 
 template <class Result, class... Parameters>
 inline cudaError_t cudaFuncSetAttribute(Result (*kernel)(Parameters...), cudaFuncAttribute attribute, int value) {
