@@ -33,7 +33,7 @@ class _EmulatedKernels(importlib.abc.MetaPathFinder):
             return None
         import cuda_kernels
 
-        return importlib.util.spec_from_file_location(name, cuda_kernels.emulated())
+        return importlib.util.spec_from_file_location(name, cuda_kernels.chosen())
 
 
 # Triton kernels run in Triton's interpreter, but for `make gpu`, which says 0. Triton looks at this when a kernel is

@@ -29,6 +29,7 @@ class Launcher {
 
   void check(cudaError_t status) const {
     if (status == cudaSuccess) return;
+    cudaGetLastError();  // else the next launch, which may be another op's, would find the error and report it again
     throw std::runtime_error(std::string(op_) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
   }
 

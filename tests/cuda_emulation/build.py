@@ -133,16 +133,19 @@ def build(
     paths += [BYTE_COUNTS] if sanitizer == "bytes" else []
     texts = _both_cores(lambda path: _preprocessed(path, flags + preprocess), paths)
 
-    digest = hashlib.sha256(repr((_run([COMPILER, "--version"]), kind, name, flags, texts)).encode()).hexdigest()
-    folder = CACHE / f"{name}-{sanitizer or 'plain'}-{digest[:16]}"
+    folder = CACHE / f"{name}-{sanitizer or 'plain'}-{_digest(kind, name, flags, texts)}"
     target = folder / (name if kind == "program" else f"{name}.so")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # tests in other processes may want the same
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            objects = [folder / f"{i}_{path.stem}.o" for i, path in enumerate(paths)]
-            hooks = [FLAGS + SANITIZER_FLAGS[None] if path == BYTE_COUNTS else flags for path in paths]
-            _both_cores(lambda each: _compiled(*each), list(zip(texts, objects, hooks, strict=True)))
+            # Modules share what they have in common; gcov's counters are a library's own, and beside its objects.
+            where = folder if sanitizer == "coverage" else CACHE / "objects"
+            where.mkdir(exist_ok=True)
+            each = [FLAGS + SANITIZER_FLAGS[None] if path == BYTE_COUNTS else flags for path in paths]
+            names = [f"{p.stem}-{_digest(f, t)}.o" for p, f, t in zip(paths, each, texts, strict=True)]
+            objects = [where / object_name for object_name in names]
+            _both_cores(lambda one: _compiled(*one), list(zip(texts, objects, each, strict=True)))
             unfinished = folder / "linked"
             _run([COMPILER, *flags, *LINK_FLAGS[kind], *map(str, objects), "-o", str(unfinished)])
             unfinished.rename(target)
@@ -186,10 +189,19 @@ def _preprocessed(source: Path, flags: list[str]) -> str:
     return rewrite(_run([COMPILER, *flags, "-include", header, "-E", "-x", "c++", str(source)]))
 
 
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr((_run([COMPILER, "--version"]), *parts)).encode()).hexdigest()[:16]
+
+
 def _compiled(text: str, target: Path, flags: list[str]) -> None:
-    source = target.with_suffix(".ii")
-    source.write_text(text)
-    _run([COMPILER, *flags, "-c", str(source), "-o", str(target)])
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        source, unfinished = target.with_suffix(".ii"), target.with_suffix(".unfinished")
+        source.write_text(text)
+        _run([COMPILER, *flags, "-c", str(source), "-o", str(unfinished)])
+        unfinished.rename(target)
 
 
 def _both_cores(function: Callable[[Any], Any], items: list) -> list:

@@ -65,6 +65,9 @@ inline void launch(dim3 grid, dim3 block, size_t shared, cudaStream_t, void (*ke
   const size_t* allowed = find_allowed_shared(reinterpret_cast<const void*>(kernel));
   if (remember(check_configuration(grid, block, shared, allowed)) != cudaSuccess) return;
   ++operations;
+#if defined(CUDA_EMULATION_EMPTY_LAUNCHES)
+  return;  // for measurements of what the host does before a launch
+#endif
 
   const std::tuple<std::decay_t<Parameters>...> parameters(std::forward<Arguments>(arguments)...);
   Launch state;

@@ -1,0 +1,258 @@
+"""The project's own CUDA kernels under sanitizers, in other orders of threads, with planted faults; and which of their
+lines tests reach. tests/test_cuda_emulation.py shows that the emulation itself finds what it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import cuda_kernels
+import cuda_small_runs
+import pytest
+from cuda_emulation import build
+
+TESTS = Path(__file__).parent
+FILES = [str(TESTS / f"test_cuda_{name}.py") for name in ("advantages", "logits", "policy_loss", "refusals")]
+CONTRACTS = [str(TESTS / f"test_contracts{name}.py") for name in ("", "_torch", "_input")]
+ADDRESS, THREAD, COVERAGE = "address", "thread", "coverage"
+# A test or two of every kernel, with edges of blocks and views that are not aligned.
+SELECTED = " or ".join(
+    (
+        "turns_and_counts", "views_that_are_not_aligned", "moments", "sizes", "every_rule", "edge_shapes", "all_sums",
+        "blocks_of_several_steps", "a_factor", "log_ratios_equal", "equals_float64", "few_long_rows",
+        "row_that_is_split", "any_layout_and_in_place", "statistics_of_codes",
+    )
+)  # fmt: skip
+ORDERS = ("backward", "3")
+
+
+def needs(sanitizer: str | None) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(build.missing(sanitizer) is not None, reason=str(build.missing(sanitizer)))
+
+
+def run(command: list[str], module: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of tests that runs these kernels; `environment` is all of it where it has a PATH."""
+    environment = {**({} if "PATH" in environment else os.environ), **environment, cuda_kernels.MODULE: str(module)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=build.ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def run_tests(module: Path, *selection: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Without capturing: a sanitizer that ends the process says so at once."""
+    return run(["-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *selection], module, **environment)
+
+
+def passed(done: subprocess.CompletedProcess[str]) -> int:
+    """How many tests passed, where none failed."""
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return int(re.findall(r"(\d+) passed", done.stdout)[-1])
+
+
+# ---- bounds, alignment, undefined behaviour --------------------------------------------------------------------------
+
+
+@needs(ADDRESS)
+def test_no_access_out_of_bounds_and_nothing_undefined() -> None:
+    module = cuda_kernels.emulated(ADDRESS)
+    done = run_tests(module, "-k", SELECTED, *FILES, **build.preloaded(ADDRESS))
+    assert passed(done) > 100
+    assert "runtime error" not in done.stderr
+
+
+@pytest.mark.slow
+@needs(ADDRESS)
+def test_all_tests_of_the_kernels_under_address_sanitizer() -> None:
+    module = cuda_kernels.emulated(ADDRESS)
+    done = run_tests(module, *FILES, **build.preloaded(ADDRESS))
+    assert passed(done) > 300
+    assert "runtime error" not in done.stderr
+
+
+# ---- orders of threads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@needs(None)
+def test_other_orders(order: str) -> None:
+    done = run_tests(cuda_kernels.emulated(), "-k", SELECTED, *FILES, CUDA_EMULATION_ORDER=order)
+    assert passed(done) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["forward", "backward", "1", "2"])
+@needs(None)
+def test_every_order(order: str) -> None:
+    """The contracts too, which compare bits; those of the torch.compile kind build nothing of the kernels."""
+    done = run_tests(cuda_kernels.emulated(), "-k", "cuda", *FILES, *CONTRACTS, CUDA_EMULATION_ORDER=order)
+    assert passed(done) > 1000
+
+
+# ---- races -----------------------------------------------------------------------------------------------------------
+
+SMALL_RUNS = str(TESTS / "cuda_small_runs.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cuda_small_runs.RUNS)
+@needs(THREAD)
+def test_no_races(name: str) -> None:
+    done = run([SMALL_RUNS, name], cuda_kernels.emulated(THREAD), **build.preloaded(THREAD))
+    assert (done.stdout, done.returncode) == (f"{name} right\n", 0), done.stderr[-6000:]
+    assert "ThreadSanitizer" not in done.stderr
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What holds threads together, gone from one place of a source."""
+
+    source: str
+    start: int
+    end: int
+    instead: str
+
+    @property
+    def name(self) -> str:
+        """The source and the statement with its number among those of its kind, as `pytest -k` finds it."""
+        text = read(self.source)
+        taken = text[self.start : self.end].split("(")[0]
+        return f"{self.source}-{taken}-{len(re.findall(rf'{taken}[(]', text[: self.start])) + 1}"
+
+    def plant(self, folder: Path) -> Path:
+        text = read(self.source)
+        (folder / "cuda").mkdir(parents=True)
+        (folder / "cuda" / self.source).write_text(text[: self.start] + self.instead + text[self.end :])
+        return folder
+
+
+def read(source: str) -> str:
+    return (cuda_kernels.CSRC / "cuda" / source).read_text()
+
+
+# What is looked for in the sources, and what stands there instead: no barrier and no fence, a lane's own value for that
+# of another or of the whole warp, a counter that others write at the same time.
+ORDERING = {r"__syncthreads\(\);": ";", r"__threadfence\(\);": ";"}
+SHARING = {
+    r"__shfl_(?:xor|up)_sync\([^,]+, (.+?), (?:distance|lanes|other|1)\)": r"(\1)",
+    r"__reduce_add_sync\([^,]+, (.+?)\)(?=;)": r"int(\1)",
+    r"__syncthreads_or\((.+?)\)": r"(\1)",
+    r"atomic(?:Add|Max)\((.+?), (.+?)\)": r"(*(\1) += \2)",
+    r"last = atomicInc\(counter, (.+?)\) == .+;": r"last = *counter == \1; *counter = last ? 0 : *counter + 1;",
+}
+
+
+def faults(kinds: dict[str, str]) -> list[Fault]:
+    """One for each place of each source that has such a statement: a new barrier gets one too."""
+    sources = sorted(path.name for path in (cuda_kernels.CSRC / "cuda").iterdir())
+    return [
+        Fault(source, *match.span(), match.expand(instead))
+        for source in sources
+        for pattern, instead in kinds.items()
+        for match in re.finditer(pattern, read(source))
+    ]
+
+
+# The run that notices, by source.
+NOTICED_BY = {
+    "groups.h": ("moments", "advantages"),
+    "logits_gradient.cu": ("log_probs",),
+    "policy_gradients.cu": ("policy_loss",),
+    "policy_loss.cu": ("policy_loss",),
+    "row_counts.h": ("counts",),
+    "sequence_log_ratios.cu": ("log_ratios",),
+    "sums.h": ("policy_loss", "log_ratios"),
+    "token_counts.cu": ("counts",),
+    "token_log_probs.cu": ("log_probs",),
+    "turn_ids.cu": ("turn_ids", "counts"),
+}
+CAUGHT = r"data race|Tensor-likes are not close|Tensor-likes are not equal|deadlock|divergent barrier"
+
+
+def assert_caught(fault: Fault, sanitizer: str | None, folder: Path) -> None:
+    environment = {} if sanitizer is None else build.preloaded(sanitizer)
+    if sanitizer is not None:
+        environment["TSAN_OPTIONS"] += ":halt_on_error=1"
+    done = run(
+        [SMALL_RUNS, *NOTICED_BY[fault.source]],
+        cuda_kernels.emulated(sanitizer, changed=fault.plant(folder)),
+        **environment,
+    )
+    assert done.returncode != 0
+    assert re.search(CAUGHT, done.stderr), done.stderr[-6000:]
+
+
+def ids(fault: Fault) -> str:
+    return fault.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", faults(ORDERING), ids=ids)
+@needs(THREAD)
+def test_a_barrier_or_fence_that_is_gone(fault: Fault, tmp_path: Path) -> None:
+    assert_caught(fault, THREAD, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", faults(SHARING), ids=ids)
+@needs(THREAD)
+def test_what_lanes_do_not_share(fault: Fault, tmp_path: Path) -> None:
+    assert_caught(fault, THREAD, tmp_path)
+
+
+@needs(None)
+def test_a_lane_that_keeps_its_own_sum(tmp_path: Path) -> None:
+    """One fault of those that need no ThreadSanitizer."""
+    assert_caught(next(f for f in faults(SHARING) if f.source == "policy_loss.cu"), None, tmp_path)
+
+
+def test_faults_are_planted_in_every_source_that_has_such_a_statement() -> None:
+    planted = {fault.source for fault in faults(ORDERING | SHARING)}
+    holding = r"__sync|__shfl|__reduce|__threadfence|\batomic[A-Z]"
+    sources = [path.name for path in (cuda_kernels.CSRC / "cuda").iterdir() if re.search(holding, path.read_text())]
+    assert planted == set(sources) == NOTICED_BY.keys()
+    found = sum(len(re.findall(rf"(?:{holding})\w*\(", read(source))) for source in sources)
+    assert len(list(faults(ORDERING | SHARING))) == found
+
+
+# ---- lines that tests reach ------------------------------------------------------------------------------------------
+
+LEAST = 0.95  # of each file's lines
+
+
+@pytest.mark.slow
+@needs(COVERAGE)
+def test_lines_of_the_kernels_that_tests_reach(tmp_path: Path) -> None:
+    module = cuda_kernels.emulated(COVERAGE)
+    for counters in module.parent.glob("*.gcda"):
+        counters.unlink()
+    assert passed(run_tests(module, *FILES)) > 300
+    counted: dict[str, dict[int, bool]] = {}
+    for notes in module.parent.glob("*.gcda"):
+        command = ["gcov", "--json-format", "--stdout", str(notes)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        for document in done.stdout.splitlines():
+            for file in json.loads(document)["files"]:
+                lines = counted.setdefault(file["file"], {})
+                for line in file["lines"]:
+                    number = line["line_number"]
+                    lines[number] = lines.get(number, False) or line["count"] > 0
+    kernels = {Path(name).name: lines for name, lines in counted.items() if "/csrc/cuda/" in name}
+    assert kernels.keys() >= {Path(name).name for name in cuda_kernels.SOURCES if name.startswith("cuda/")}
+    shares = {name: sum(lines.values()) / len(lines) for name, lines in kernels.items()}
+    missed = {name: [n for n, reached in sorted(lines.items()) if not reached] for name, lines in kernels.items()}
+    print(
+        *(
+            f"{name}: {share:.1%} of {len(kernels[name])} lines, missed {missed[name]}"
+            for name, share in sorted(shares.items())
+        ),
+        sep="\n",
+    )
+    assert min(shares.values()) >= LEAST, missed
