@@ -2,9 +2,9 @@
 
     python -m bench.host_cost       writes bench/results/host_cost.json and .md
 
-The CUDA kernels' launchers are compiled for the CPU (tests/cuda_emulation) with launches that do nothing, so that Python,
-pybind11 and the launcher's C++ are measured; Triton runs up to its driver, which is replaced by one that does nothing. Tensors are on
-the CPU: what PyTorch's own ops add is theirs, and on a GPU each of them is a launch too.
+The CUDA kernels' launchers are compiled for the CPU (tests/cuda_emulation) with launches that do nothing, so that
+Python, pybind11 and the launcher's C++ are measured; Triton runs up to its driver, which is replaced by one that does
+nothing. Tensors are on the CPU: PyTorch's own ops in a call compute there, and on a GPU each of them is a launch too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from bench import harness
 from fastadv.ops import _logits
 from fastadv.ops import _policy_loss_kernel as loss_kernel
 from fastadv.ops import turn_advantages as turn_ops
-from fastadv.ops.group_advantages import fused_arguments
+from fastadv.ops.group_advantages import check, fused_arguments
 from fastadv.ops.segments import SEGMENT_TOKENS
+from fastadv.reference.group_advantages import AdvantageRule
 
 RAW, AUTOGRAD = 12.0, 25.0  # us: bars of a raw call and of loss and gradient through autograd
 TESTS = Path(__file__).parent.parent / "tests"
@@ -105,6 +106,19 @@ def microseconds(call: Callable[[], object]) -> float:
     return best
 
 
+class Nothing(torch.autograd.Function):
+    """An op of PyTorch's that computes nothing: what autograd alone costs in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return loss.view(())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient, None, None
+
+
 def on_both(what: str, call: Callable[[str], object]) -> list[Cost]:
     """A raw kernel: with its bar on this project's launcher, and Triton's beside it."""
     return [
@@ -118,8 +132,8 @@ def policy_loss() -> list[Cost]:
     log_probs, old, advantages = torch.randn(3, ROWS, WIDTH)
     mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
     divisor = torch.tensor(float(mask.sum()), dtype=torch.float64)
-    none = loss_kernel.Inputs(*[None] * 15)  # type: ignore[arg-type]
-    inputs = none._replace(old_log_probs=old, mask=mask, advantages=advantages, scale=1 / divisor)
+    none: tuple[Any, ...] = (None,) * 15
+    inputs = loss_kernel.Inputs(*none)._replace(old_log_probs=old, mask=mask, advantages=advantages, scale=1 / divisor)
     config = fa.LossConfig(dual_clip=3.0)
     formula = loss_kernel.Formula.of(config, 0)
     numbers = [float(x) for x in formula]
@@ -139,14 +153,19 @@ def policy_loss() -> list[Cost]:
         public(leaf).backward()
 
     def autograd_alone() -> None:
-        """What is left of it without the public op's checks and metrics."""
+        """Without the public op's checks and metrics."""
         leaf.grad = None
-        loss_kernel.PolicyLoss.apply(leaf, None, inputs, formula, False, "cuda")[0].backward()  # type: ignore[no-untyped-call]
+        loss_kernel.PolicyLoss.apply(leaf, None, inputs, formula, False, "cuda")[0].backward()
+
+    def nothing() -> None:
+        leaf.grad = None
+        Nothing.apply(leaf, value, gradient).backward()
 
     registered = torch.ops.fastadv.policy_loss
     return [
+        Cost("nothing", "an autograd.Function of PyTorch's, with backward", microseconds(nothing)),
         *on_both("policy_loss", raw),
-        Cost("policy_loss", "op with its autograd and backward", microseconds(autograd_alone), AUTOGRAD),
+        Cost("policy_loss", "kernel in autograd, with backward", microseconds(autograd_alone), AUTOGRAD),
         Cost("policy_loss", "public", microseconds(lambda: public(log_probs))),
         Cost("policy_loss", "public, with backward", microseconds(with_gradient), AUTOGRAD),
         Cost(
@@ -168,8 +187,8 @@ def turn_advantages() -> list[Cost]:
     def raw(backend: str) -> None:
         SEGMENT_TOKENS(backend, tables.values, index.offsets, turns, None, None, tokens)
 
-    rule = turn_ops.AdvantageRule("loo", "zero", "none", 1, 1e-6, "add")
-    given = turn_ops.check("bench", "cuda", rewards, groups, rule, "all", None, None, None)
+    rule = AdvantageRule("loo", "zero", "none", 1, 1e-6, "add")
+    given = check("bench", "cuda", rewards, groups, rule, "all", None, None, None)
     arguments = (*fused_arguments(given, rule), index.offsets, index.count, 2.0, False, False)
     public = {"output": "segments", "backend": "cuda"}
     return [

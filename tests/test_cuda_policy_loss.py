@@ -339,6 +339,29 @@ def test_launches(name: str, expected: list[str], monkeypatch: pytest.MonkeyPatc
     assert recorded.calls == ["scale_gradient"]
 
 
+class Nothing(torch.autograd.Function):
+    """Through which no gradient flows back, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def test_a_backward_makes_nothing_for_the_sums() -> None:
+    """Zeros in their place would be a launch; where nothing flows back, nothing is launched at all."""
+    inputs = CASES["ppo"].make(PACKED.draw())
+    leaf = inputs["log_probs"].clone().requires_grad_()
+    losses = [CASES["ppo"].call("cuda", **{**inputs, "log_probs": leaf})["loss"] for _ in range(2)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        losses[0].backward()
+    assert not {event.key for event in profile.key_averages()} & {"aten::zeros", "aten::zero_", "aten::new_zeros"}
+    Nothing.apply(losses[1]).backward()  # type: ignore[no-untyped-call]
+
+
 def test_the_counter_is_left_as_it_was_found() -> None:
     case = CASES["ppo"]
     run(case, case.make(PACKED.draw()))

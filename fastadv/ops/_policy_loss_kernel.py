@@ -364,11 +364,14 @@ class PolicyLoss(torch.autograd.Function):
         ctx.save_for_backward(*(validation.saveable(t) for t in (log_probs, entropy, *inputs)))
         ctx.formula, ctx.per_token, ctx.backend = list(formula), per_token, backend
         ctx.mark_non_differentiable(sums)
+        ctx.set_materialize_grads(False)  # or zeros would be made for the sums
         return value, sums
 
     @staticmethod
     @first_order("policy_loss")
-    def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_sums: None) -> tuple[Tensor | None, ...]:
+        if grad_loss is None:
+            return (None,) * 6
         log_probs, entropy, *inputs = ctx.saved_tensors  # raises where the graph was freed
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

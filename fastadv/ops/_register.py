@@ -74,10 +74,15 @@ def needs_dispatcher(args: tuple[Any, ...]) -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or _holds_subclass(args)
 
 
+_PLAIN = frozenset({Tensor, type(None), str, bool, int, float})  # a formula is two dozen floats, in each call
+
+
 def _holds_subclass(args: Iterable[Any]) -> bool:
     for a in args:
+        if type(a) in _PLAIN:
+            continue
         if isinstance(a, Tensor):
-            if type(a) is not Tensor and not native.has_memory(a):
+            if not native.has_memory(a):
                 return True
         elif isinstance(a, (list, tuple)) and _holds_subclass(a):
             return True
