@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all peers sanitize replay bench profile gpu compiled lint format clean
+.PHONY: test test-all peers sanitize replay bench profile host-cost gpu compiled lint format clean
 
 # All checks that land a change: style, types, tests.
 test: lint
@@ -45,6 +45,10 @@ bench: .venv/peers
 # Absolute times of the ops on this machine.
 profile: .venv/installed
 	$(BIN)/pytest bench --benchmark-columns=min,median,max,rounds --benchmark-sort=name
+
+# What a call costs the host up to the launch, without a GPU: writes bench/results/host_cost.md and .json. Needs a quiet machine.
+host-cost: .venv/installed
+	$(BIN)/python -m bench.host_cost
 
 # On the card that is here: every contract of every op on it, on both backends, then, whatever failed, the benchmarks beside
 # the peers that are installed, and compute-sanitizer and ncu where they are: bench/results/gpu.md and .json.

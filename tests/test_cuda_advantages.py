@@ -88,6 +88,15 @@ def test_views_that_are_not_aligned() -> None:
         same(mine.offsets, right.offsets)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_table_is_read_by_turns_of_either_type_and_any_alignment(dtype: torch.dtype) -> None:
+    turns = (torch.arange(3001) // 7).to(dtype)
+    for start in (0, 1):
+        index = fa.segments(turns[:3000] if start == 0 else (turns - turns[1])[1:], backend="cpu")
+        values = torch.arange(float(index.count))
+        both(fa.segment_tokens, fa.SegmentTable(values, index))
+
+
 @pytest.mark.parametrize("lengths", [(3, 9, 4), (40 * BLOCK,)], ids=("one block a row", "several"))
 def test_what_is_wrong_in_a_mask_or_in_turns_is_not_plausible(lengths: tuple[int, ...]) -> None:
     mask, cu_seqlens = batch(lengths, density=1.0)

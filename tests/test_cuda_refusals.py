@@ -188,6 +188,12 @@ def test_a_grid_that_is_too_wide_is_refused_by_cuda() -> None:
         cuda.module().logits_gradient(0, 0, (view, 0, 0, 1.0, 0.0), 0, 0, 0, 0, 0, 0, view)
 
 
+def test_logits_of_another_type() -> None:
+    integers = (0, 5, 1, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="logits are float32, bfloat16 or float16"):
+        cuda.module().row_statistics(0, 0, (integers, 0, 0, 1.0, 0.0), 0, 0)
+
+
 def test_tensors_without_memory() -> None:
     with pytest.raises(fa.BackendUnavailableError, match=r"token_counts: backend 'cuda' cannot run: .* not meta"):
         fa.token_counts(MASK.to("meta"), **ON)

@@ -160,8 +160,14 @@ def faults(kinds: dict[str, str]) -> list[Fault]:
     ]
 
 
-# Not needed: every group with a row has passed a barrier of the loop before it.
-REDUNDANT = ("groups.h-__syncthreads-5",)
+# What no run notices, and why.
+UNSEEN = {
+    "groups.h-__syncthreads-5": "every group with a row has passed a barrier of the loop before it",
+    "groups.h-__syncthreads_or-1": "runs have no broken index; test_what_is_wrong_and_was_not_read_stays_visible has",
+    # A block would have to be stopped between two statements while others go on to the end.
+    "sums.h-__syncthreads-1": "fences of the emulation order all that came before them, also of threads not waited for",
+    "sums.h-__threadfence-2": "the last block's first fence comes after those of the others but for a moment",
+}
 # The run that notices, by source.
 NOTICED_BY = {
     "groups.h": ("moments", "advantages"),
@@ -196,14 +202,14 @@ def ids(fault: Fault) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [f for f in faults(ORDERING) if f.name not in REDUNDANT], ids=ids)
+@pytest.mark.parametrize("fault", [f for f in faults(ORDERING) if f.name not in UNSEEN], ids=ids)
 @needs(THREAD)
 def test_a_barrier_or_fence_that_is_gone(fault: Fault, tmp_path: Path) -> None:
     assert_caught(fault, THREAD, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", faults(SHARING), ids=ids)
+@pytest.mark.parametrize("fault", [f for f in faults(SHARING) if f.name not in UNSEEN], ids=ids)
 @needs(THREAD)
 def test_what_lanes_do_not_share(fault: Fault, tmp_path: Path) -> None:
     assert_caught(fault, THREAD, tmp_path)
@@ -217,6 +223,7 @@ def test_a_lane_that_keeps_its_own_sum(tmp_path: Path) -> None:
 
 def test_faults_are_planted_in_every_source_that_has_such_a_statement() -> None:
     planted = {fault.source for fault in faults(ORDERING | SHARING)}
+    assert UNSEEN.keys() <= {fault.name for fault in faults(ORDERING | SHARING)}
     holding = r"__sync|__shfl|__reduce|__threadfence|\batomic[A-Z]"
     sources = [path.name for path in (cuda_kernels.CSRC / "cuda").iterdir() if re.search(holding, path.read_text())]
     assert planted == set(sources) == NOTICED_BY.keys()
