@@ -55,9 +55,10 @@ MomentArrays moment_arrays(const py::tuple& t) {
           pointer<double>(t[3].cast<uintptr_t>()), pointer<int64_t>(t[4].cast<uintptr_t>())};
 }
 
-// Addresses of offsets, count, sum.
+// Addresses of offsets, count and sum, and the size of the last two.
 TurnTable turn_table(const py::tuple& t) {
-  return {pointer<const int64_t>(t[0].cast<uintptr_t>()), pointer<double>(t[1].cast<uintptr_t>()), pointer<double>(t[2].cast<uintptr_t>())};
+  return {pointer<const int64_t>(t[0].cast<uintptr_t>()), pointer<double>(t[1].cast<uintptr_t>()), pointer<double>(t[2].cast<uintptr_t>()),
+          t[3].cast<int64_t>()};
 }
 
 // (baseline, singleton, scaled, ddof, eps, eps form).

@@ -23,14 +23,14 @@ Rows rows_of(const py::tuple& t) {
 // Every function takes the device's index and the stream first.
 
 // `wide`: table and tokens are doubles, else floats.
-void py_segment_tokens(int device, uintptr_t stream, const py::tuple& rows, bool wide, uintptr_t table, uintptr_t offsets, int ids,
+void py_segment_tokens(int device, uintptr_t stream, const py::tuple& rows, bool wide, uintptr_t table, int64_t size, uintptr_t offsets, int ids,
                        uintptr_t turn_ids, uintptr_t mask, uintptr_t tokens) {
   const Launcher launcher("segment_tokens", device, stream);
   const Rows r = rows_of(rows);
   const auto* first = pointer<const int64_t>(offsets);
   const auto* on = pointer<const uint8_t>(mask);
-  if (wide) return segment_tokens(launcher, r, pointer<const double>(table), first, DType(ids), pointer<void>(turn_ids), on, pointer<double>(tokens));
-  segment_tokens(launcher, r, pointer<const float>(table), first, DType(ids), pointer<void>(turn_ids), on, pointer<float>(tokens));
+  if (wide) return segment_tokens(launcher, r, pointer<const double>(table), size, first, DType(ids), pointer<void>(turn_ids), on, pointer<double>(tokens));
+  segment_tokens(launcher, r, pointer<const float>(table), size, first, DType(ids), pointer<void>(turn_ids), on, pointer<float>(tokens));
 }
 
 // ---- advantages
@@ -153,10 +153,10 @@ void py_sequence_log_ratios(int device, uintptr_t stream, const py::tuple& rows,
                       pointer<RowLogRatios>(partials), pointer<unsigned>(counter));
 }
 
-// dtype: of all per-token inputs. inputs, outputs: addresses in the order of PolicyLoss; formula: a Formula.
+// dtype: of all per-token inputs. inputs, outputs: addresses in the order of PolicyLoss, and the segment table's size; formula: a Formula.
 void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dtype, const py::tuple& inputs, const py::tuple& formula,
                     const py::tuple& outputs, unsigned blocks) {
-  if (inputs.size() != 17 || formula.size() != 20 || outputs.size() != 8) throw std::invalid_argument("policy_loss: tuples of other lengths");
+  if (inputs.size() != 18 || formula.size() != 20 || outputs.size() != 8) throw std::invalid_argument("policy_loss: tuples of other lengths");
   // Without pybind11's casts, which for so many numbers would take as long as the launch.
   const auto in = [&](int i) { return uintptr_t(PyLong_AsSize_t(PyTuple_GET_ITEM(inputs.ptr(), i))); };
   const auto out = [&](int i) { return uintptr_t(PyLong_AsSize_t(PyTuple_GET_ITEM(outputs.ptr(), i))); };
@@ -168,6 +168,7 @@ void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dty
       pointer<void>(in(5)), pointer<void>(in(6)), pointer<void>(in(7)), pointer<const uint8_t>(in(8)),
       pointer<const int32_t>(in(9)), pointer<const float>(in(10)), pointer<const int64_t>(in(11)), pointer<const double>(in(12)),
       pointer<const int64_t>(in(13)), pointer<const float>(in(14)), pointer<const float>(in(15)), pointer<const double>(in(16)),
+      int64_t(in(17)),
       pointer<void>(out(0)), pointer<void>(out(1)), pointer<float>(out(2)), pointer<float>(out(3)), pointer<double>(out(4)),
       pointer<float>(out(5)), pointer<double>(out(6)), pointer<unsigned>(out(7)),
       AdvantageKind(kind(0)),

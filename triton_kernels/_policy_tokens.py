@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from fastadv.triton_kernels._launch import FRACTIONAL
 from fastadv.triton_kernels._policy_terms import GSPO, REINFORCE, importance_weight, kl_term, ratio_of, token_term
 from fastadv.triton_kernels._rows import row_of
 
 TILE, WARPS = tl.constexpr(4), 4
 
 TOKEN, ROW, SEGMENT = (tl.constexpr(i) for i in range(3))  # AdvantageKind in csrc/cpu/kernels.h
-BAD = tl.constexpr(FRACTIONAL)
 EXCLUDED = tl.constexpr(-(2**31))  # the bits of -0: the scale of a row of weight 0, and of no other
 # Four counts lie in the bytes of one integer of a thread, which has fewer than 128 tokens: the first and the third, and
 # the second and the fourth, are then added over threads in 16 bits.
@@ -71,12 +69,14 @@ class PerRow(NamedTuple):
     log_ratios: Any
     is_weights: Any
     pieces: Any  # [2, rows + blocks]
+    table: Any  # segments of all rows
 
 
 class Rule(NamedTuple):
     """What is computed."""
 
     given: Any  # bits
+    fractional: Any  # byte of the mask
     scale: Any  # of rows that have none of their own
     loss: Any
     correction: Any
@@ -165,6 +165,7 @@ def _of_row(
     t, r, rule,
     first,  # row
     after,  # rows after that, [BLOCK / VECTOR, TILE] int32, or one for all
+    held,  # whether the row holds the token
     LOSS: tl.constexpr, KIND: tl.constexpr, EXTENDED: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     scale = rule.scale
@@ -176,6 +177,7 @@ def _of_row(
     if BY_ROW:
         some = after == after
         scale = tl.load(r.scales + first + after, mask=when((rule.given & ROW_SCALES) != 0, some), other=scale)
+        scale = tl.where(held, scale, float("nan"))
         if LOSS == GSPO:
             log_ratio = tl.load(r.log_ratios + first + after)
         if EXTENDED:
@@ -185,7 +187,10 @@ def _of_row(
             advantage = tl.load(t.advantages + first + after)
         elif KIND == SEGMENT:
             begin = tl.load(r.segment_offsets + first + after)
-            segments = (tl.load(r.segment_offsets + first + after + 1) - begin).to(tl.int32)
+            end = tl.load(r.segment_offsets + first + after + 1)
+            # None, if any is beyond the table. As unsigned numbers, negative ones are the largest.
+            inside = (begin.to(tl.uint64) <= end.to(tl.uint64)) & (end.to(tl.uint64) <= r.table.to(tl.uint64))
+            segments = tl.where(inside, tl.minimum(end - begin, 2**31 - 1), 0).to(tl.int32)
     return OfRow(scale, log_ratio, is_weight, advantage, begin, segments)
 
 
@@ -220,16 +225,16 @@ def _tokens(
         weight = tl.where(on, weight, 0.0)
     # What a fraction in the mask or a turn that the table lacks means nobody knows: NaN, also where a bound would have
     # hidden it.
-    wrong = m == BAD
+    wrong = m == rule.fractional
     if KIND == TOKEN:
         advantage = tokens.advantage.to(tl.float32)
     elif KIND == ROW:
         advantage = of_row.advantage
     else:
         turn = tokens.advantage
-        wrong = wrong | (turn >= of_row.segments)
-        there = on & (turn >= 0) & (turn < of_row.segments)
-        advantage = tl.load(t.advantages + of_row.begin + turn, mask=there, other=0.0)
+        known = turn.to(tl.uint32, bitcast=True) < of_row.segments.to(tl.uint32, bitcast=True)  # so of none below 0
+        wrong = wrong | ((turn != -1) & ~known)
+        advantage = tl.load(t.advantages + of_row.begin + turn, mask=on & known, other=0.0)
     log_prob = tl.where(on, log_prob, 0.0)
     old_log_prob = tl.where(on, old_log_prob, 0.0)
     advantage = tl.where(on, advantage, -0.0)
@@ -326,7 +331,7 @@ def add_full(
     start = block * BLOCK
     place = places(start, VECTOR, BLOCK, TILE)
     every = place >= 0
-    of_row = _of_row(t, r, rule, row, 0, LOSS, KIND, EXTENDED, BY_ROW)
+    of_row = _of_row(t, r, rule, row, 0, True, LOSS, KIND, EXTENDED, BY_ROW)
     if VECTOR == TILE:
         tokens = _read(t, rule.given, place, every, LOSS, KIND, True)
         new, gradient, shared, on = _tokens(
@@ -382,7 +387,7 @@ def add_parts(
         inside = places(part * TILE, VECTOR, BLOCK, TILE) < left
         if BY_ROW:
             full = left == BLOCK
-            after = rows_after(cu_seqlens, width, row, last, end, place)
+            after, held = rows_after(cu_seqlens, width, row, last, end, place, count)
             if full:
                 tokens = _read(t, rule.given, place, inside, LOSS, KIND, True)
             else:
@@ -390,8 +395,9 @@ def add_parts(
         else:
             full: tl.constexpr = False
             after = 0
+            held = True
             tokens = _read(t, rule.given, place, inside, LOSS, KIND, False)
-        of_row = _of_row(t, r, rule, row, after, LOSS, KIND, EXTENDED, BY_ROW)
+        of_row = _of_row(t, r, rule, row, after, held, LOSS, KIND, EXTENDED, BY_ROW)
         new, gradient, shared, on = _tokens(
             t, rule, tokens, of_row, place, inside, full, LOSS, KIND, EXTENDED, BY_ROW
         )  # fmt: skip
@@ -431,10 +437,12 @@ def row_and_end(cu_seqlens, rows, width, token):
 
 
 @triton.jit
-def rows_after(cu_seqlens, width, first, last, end, place):
+def rows_after(cu_seqlens, width, first, last, end, place, count):
     """How many rows after `first`, which ends at `end`, each token's is, [BLOCK / VECTOR, TILE] int32, up to `last`;
-    past the last token, any of these."""
+    past the last token, any of these. And whether that row holds the token and lies among the `count` tokens: it does
+    unless the offsets are false."""
     low = tl.zeros_like(place).to(tl.int32)
+    held = place >= 0
     if width > 0:
         # In 32 bits: from the start of the first row, or of its last 2^30 tokens, since a block has no more.
         short = tl.minimum(width, 2**30)
@@ -448,4 +456,7 @@ def rows_after(cu_seqlens, width, first, last, end, place):
             low = tl.where(reached, middle, low)
             high = tl.where(reached, high, middle - 1)
             left = left // 2
-    return tl.minimum(low, (last - first).to(tl.int32))
+        begins = tl.load(cu_seqlens + first + low)
+        ends = tl.load(cu_seqlens + first + low + 1)
+        held = (begins >= 0) & (begins <= place) & (place < ends) & (ends <= count)
+    return tl.minimum(low, (last - first).to(tl.int32)), held

@@ -30,12 +30,14 @@ BLOCK = VECTOR * 32 * WARPS  # as in policy_loss, whose inputs are float32 then
 CELLS = 1024  # blocks of a row that are added at a time
 
 
-@triton.jit(do_not_specialize=["width", "cells"])
+@triton.jit(do_not_specialize=["rows", "width", "count", "cells"])
 def row_shares_kernel(
     pieces,  # [2, cells] float32: sum and tokens of row r in block b at r + b
     cu_seqlens,  # [B + 1] int64
     shares,  # [B] float32: the mean of a row's gradients
+    rows: tl.int64,
     width: tl.int64,
+    count: tl.int64,
     cells: tl.int64,
     BLOCK: tl.constexpr,
     CELLS: tl.constexpr,
@@ -47,6 +49,10 @@ def row_shares_kernel(
     else:
         start = tl.load(cu_seqlens + row)
         end = tl.load(cu_seqlens + row + 1)
+    gap = ((row == 0) & (start != 0)) | ((row == rows - 1) & (end != count))
+    false = (start < 0) | (end < start) | (end > count) | gap
+    start = tl.minimum(tl.maximum(start, 0), count)
+    end = tl.minimum(tl.maximum(end, 0), count)
     total = tl.zeros([CELLS], tl.float64)
     tokens = tl.zeros([CELLS], tl.float64)
     behind = tl.where(start < end, tl.cdiv(end, BLOCK), 0)  # nothing was written of a row without tokens
@@ -55,7 +61,8 @@ def row_shares_kernel(
         mine = block < behind
         total += tl.load(pieces + row + block, mask=mine, other=0.0).to(tl.float64)
         tokens += tl.load(pieces + cells + row + block, mask=mine, other=0.0).to(tl.float64)
-    tl.store(shares + row, (tl.sum(total) / tl.maximum(tl.sum(tokens), 1.0)).to(tl.float32))
+    share = tl.where(false, float("nan"), tl.sum(total) / tl.maximum(tl.sum(tokens), 1.0))
+    tl.store(shares + row, share.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows", "width", "count", "given"])
@@ -75,11 +82,12 @@ def share_gradients_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = places(start, VECTOR, BLOCK, VECTOR)
     row, end = row_and_end(cu_seqlens, rows, width, start)
-    if start + BLOCK <= tl.minimum(end, count):
+    if (start + BLOCK <= end) & (end <= count):
         _share(mask, token_weights, tl.load(shares + row), gradient, place, count, given, True)
     else:
         last, _ = row_and_end(cu_seqlens, rows, width, tl.minimum(start + BLOCK, count) - 1)
-        share = tl.load(shares + row + rows_after(cu_seqlens, width, row, last, end, place))
+        after, held = rows_after(cu_seqlens, width, row, last, end, place, count)
+        share = tl.where(held, tl.load(shares + row + after), float("nan"))
         _share(mask, token_weights, share, gradient, place, count, given, start + BLOCK <= count)
 
 
@@ -107,7 +115,15 @@ def share_gradients(
     launch(
         row_shares_kernel,
         (rows,),
-        {"pieces": pieces, "cu_seqlens": cu_seqlens, "shares": shares, "width": width, "cells": pieces.shape[1]},
+        {
+            "pieces": pieces,
+            "cu_seqlens": cu_seqlens,
+            "shares": shares,
+            "rows": rows,
+            "width": width,
+            "count": gradient.numel(),
+            "cells": pieces.shape[1],
+        },
         {"BLOCK": BLOCK, "CELLS": CELLS},
     )
     launch(
@@ -138,7 +154,7 @@ def configurations() -> Iterator[Configuration]:
         (
             row_shares_kernel,
             {"pieces": torch.float32, "cu_seqlens": torch.int64, "shares": torch.float32},
-            ("width", "cells"),
+            ("rows", "width", "count", "cells"),
             {"BLOCK": BLOCK, "CELLS": CELLS},
         ),
         (

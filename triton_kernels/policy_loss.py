@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from fastadv.triton_kernels import _shared_gradients
-from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, launch, mask_bytes, nothing
+from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, fractional_byte, launch, mask_bytes, nothing
 from fastadv.triton_kernels._policy_terms import GSPO, CorrectionParameters, KlParameters, LossParameters
 from fastadv.triton_kernels._policy_tokens import (
     ENTROPY,
@@ -81,7 +81,7 @@ FLOATS = [
     "ratio_low", "ratio_high", "log_ratio_bound", "tau_pos", "tau_neg", "is_low", "is_high", "is_log_low",
     "is_log_high", "missing_weight", "kl_coef", "entropy_coef",
 ]  # fmt: skip
-INTEGERS = ["rows", "width", "count", "steps", "given", *KINDS]
+INTEGERS = ["rows", "width", "count", "table", "steps", "given", "fractional", *KINDS]
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -113,8 +113,10 @@ def policy_loss_kernel(
     rows: tl.int64,
     width: tl.int64,
     count: tl.int64,
+    table: tl.int64,  # S
     steps: tl.int64,
     given: tl.int64,
+    fractional: tl.int64,  # byte of the mask
     correction: tl.int64,
     kl: tl.int64,
     kl_gradient: tl.int64,
@@ -132,9 +134,10 @@ def policy_loss_kernel(
         log_probs, old_log_probs, mask, advantages, turn_ids, token_weights, is_weights, rollout_log_probs,
         ref_log_probs, entropy, gradient, entropy_gradient, token_losses,
     )  # fmt: skip
-    r = PerRow(segment_offsets, row_scales, row_log_ratios, row_is_weights, pieces)
+    r = PerRow(segment_offsets, row_scales, row_log_ratios, row_is_weights, pieces, table)
     rule = Rule(
         given.to(tl.int32),
+        fractional.to(tl.int32),
         tl.load(scale, mask=(given & SCALE) != 0, other=1.0).to(tl.float32),
         LossParameters(ratio_low, ratio_high, dual_clip, ratio_cap, log_ratio_bound, tau_pos, tau_neg),
         CorrectionParameters(correction.to(tl.int32), is_low, is_high, is_log_low, is_log_high, missing_weight),
@@ -155,8 +158,9 @@ def policy_loss_kernel(
             if BY_ROW:
                 if start >= end:
                     row, end = row_and_end(cu_seqlens, rows, width, start)
-                stop = tl.minimum(end, count)
-            if start + BLOCK <= stop:  # full and within one row, as most blocks of long rollouts are
+                stop = end
+            # Full and within one row, as most blocks of long rollouts are.
+            if (start + BLOCK <= stop) & (stop <= count):
                 sums = add_full(
                     sums, t, r, rule, row, block, rows, count, BLOCK, VECTOR, LOSS, KIND, EXTENDED, BY_ROW
                 )  # fmt: skip
@@ -333,8 +337,10 @@ def policy_loss(
             "rows": rows.count,
             "width": width,
             "count": rows.tokens,
+            "table": inputs.advantages.numel(),
             "steps": steps,
             "given": given,
+            "fractional": fractional_byte(inputs.mask),
             # The registered op holds all of the formula's numbers as floats.
             **{name: int(getattr(formula, name)) for name in KINDS},
             "dual_clip": formula.dual_clip or math.nan,  # nothing is below NaN

@@ -31,7 +31,7 @@ int token_counts(const Rows& rows, const TokenView& mask, int64_t* counts, int t
 struct Groups {
   int64_t count = 0;
   int64_t rows = 0;
-  const int64_t* order = nullptr;    // [rows]: rows sorted by group
+  const int64_t* order = nullptr;    // [rows]: rows sorted by group, and in their order within one
   const int64_t* offsets = nullptr;  // [count + 1] into order
   void validate() const;
 };
@@ -46,6 +46,8 @@ struct TurnTable {  // ragged: group g's turns are [offsets[g], offsets[g + 1])
   const int64_t* offsets = nullptr;
   double* count = nullptr;
   double* sum = nullptr;
+  int64_t size = 0;  // of count and sum
+  void validate(int64_t groups) const;
 };
 void group_moments(const Groups& groups, const double* rewards, const double* votes, const MomentArrays& out, int threads);
 void turn_moments(const Groups& groups, const double* rewards, const double* votes, const int64_t* turn_counts,

@@ -28,6 +28,15 @@ void Groups::validate() const {
     if (offsets[group + 1] < offsets[group]) throw std::invalid_argument("group offsets decrease");
   for (int64_t i = 0; i < rows; ++i)
     if (order[i] < 0 || order[i] >= rows) throw std::invalid_argument("group order names a row that does not exist");
+  for (int64_t group = 0; group < count; ++group)
+    for (int64_t i = offsets[group] + 1; i < offsets[group + 1]; ++i)
+      if (order[i] <= order[i - 1]) throw std::invalid_argument("group order does not increase within a group");
+}
+
+void TurnTable::validate(int64_t groups) const {
+  if (offsets[0] < 0 || offsets[groups] > size) throw std::invalid_argument("turn offsets leave the table");
+  for (int64_t group = 0; group < groups; ++group)
+    if (offsets[group + 1] < offsets[group]) throw std::invalid_argument("turn offsets decrease");
 }
 
 void group_moments(const Groups& groups, const double* rewards, const double* votes, const MomentArrays& out, int threads) {
@@ -59,6 +68,7 @@ void group_moments(const Groups& groups, const double* rewards, const double* vo
 void turn_moments(const Groups& groups, const double* rewards, const double* votes, const int64_t* turn_counts,
                   const double* minimum, const TurnTable& out, int threads) {
   groups.validate();
+  out.validate(groups.count);
   for_groups(groups, threads, [&](int64_t group) {
     const int64_t base = out.offsets[group], turns = out.offsets[group + 1] - base;
     for (int64_t turn = 0; turn < turns; ++turn) out.count[base + turn] = out.sum[base + turn] = 0.0;

@@ -7,6 +7,7 @@ template <class Out>
 void turn_advantages(const AdvantageInputs& in, const AdvantageRule& rule, const TurnTable& table, const int64_t* offsets,
                      double kappa, bool shrink_to_mean, Out* segments, int threads) {
   validate(in);
+  table.validate(in.groups);
   for (int64_t row = 0; row < in.rows; ++row) {
     const int64_t turns = offsets[row + 1] - offsets[row], table_turns = table.offsets[in.group[row] + 1] - table.offsets[in.group[row]];
     if (turns < 0 || turns > table_turns) throw std::invalid_argument("a row has more turns than its group's table");

@@ -59,17 +59,19 @@ struct Member {
 class Group {
  public:
   __device__ Group(const Voters& voters, int64_t group) : voters_(voters), group_(group) {
-    const int64_t begin = voters.offsets[group], end = voters.offsets[group + 1];
-    first = begin > 0 ? begin : 0;
-    last = end < voters.rows ? end : voters.rows;
+    const RowSpan places = Rows{voters.groups, voters.rows, 0, voters.offsets}.span(group);
+    first = places.begin;
+    last = places.end;
+    sound_ = places.sound;
   }
 
   int64_t first, last;  // places in the order
 
-  // A row of another group, one that is there twice and a number that is no row's: the index contradicts itself.
+  // A row of another group, one that is there twice or behind a later one, and a number that is no row's: the index
+  // contradicts itself.
   __device__ bool known(int64_t place) const {
     const int64_t row = voters_.order[place];
-    if (row < 0 || row >= voters_.rows || (place > first && voters_.order[place - 1] == row)) return false;
+    if (row < 0 || row >= voters_.rows || (place > first && voters_.order[place - 1] >= row)) return false;
     return !voters_.index || voters_.index[row] == group_;
   }
 
@@ -83,10 +85,10 @@ class Group {
     return m;
   }
 
-  // Whether every place holds a row of the group. Of all threads.
+  // Whether there are such places and every one holds a row of the group. Of all threads.
   template <int kThreads>
   __device__ bool consistent() const {
-    bool broken = false;
+    bool broken = !sound_;
     for (int64_t place = first + threadIdx.x; place < last; place += kThreads) broken |= !known(place);
     return !__syncthreads_or(broken);
   }
@@ -119,12 +121,13 @@ class Group {
     return out;
   }
 
-  // The rows that this group leaves unwritten if it is not consistent: those that name it, and those that name none.
+  // The rows that are left unwritten if this group is not consistent: those that name it or none, and those that name one
+  // which they have no place in. (If all groups are consistent there are none, since the places are then as many as the rows.)
   template <int kThreads, class Body>
   __device__ void for_rows_in_doubt(const Body& body) const {
     for (int64_t row = threadIdx.x; row < voters_.rows; row += kThreads) {
       const int64_t named = voters_.index[row];
-      if (named == group_ || named < 0 || named >= voters_.groups) body(row);
+      if (named == group_ || named < 0 || named >= voters_.groups || !Group(voters_, named).holds(row)) body(row);
     }
   }
 
@@ -137,8 +140,23 @@ class Group {
     }
   }
 
+  // Whether a row has a place in the group, if that is consistent.
+  __device__ bool holds(int64_t row) const {
+    int64_t low = first, high = last;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (voters_.order[middle] < row) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low < last && voters_.order[low] == row;
+  }
+
   const Voters& voters_;
   int64_t group_;
+  bool sound_;
 };
 
 // Sums over the voters that reached each of `width` turns, from turn `from` on: those of turn from + i at [i].

@@ -18,17 +18,17 @@ enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kUInt8 = 3, 
 // ---- device.cu: throws where the launcher's device has no code in this build
 void check_device(const Launcher& launcher);
 
-// ---- segments.cu: values of a segment table [offsets[rows]] at tokens
+// ---- segments.cu: values of a segment table [size] at tokens
 template <class T>  // float or double
-void segment_tokens(const Launcher& launcher, const Rows& rows, const T* table, const int64_t* offsets, DType ids,
+void segment_tokens(const Launcher& launcher, const Rows& rows, const T* table, int64_t size, const int64_t* offsets, DType ids,
                     const void* turn_ids, const uint8_t* mask, T* tokens);
 
-// ---- turn_ids.cu: numbers of the mask's runs, -2 at a fraction; and 1 + the largest turn id of each row, -1 if one is below -1
+// ---- turn_ids.cu: numbers of the mask's runs, -2 at a fraction and in no row; and 1 + the largest turn id of each row, -1 if one is below -1 or the row is none
 constexpr int kTurnIdsBlock = 2048;  // tokens; `runs` has a number for each block of them
 void turn_ids_from_mask(const Launcher& launcher, const Rows& rows, const uint8_t* mask, int32_t* runs, int32_t* turn_ids);
 void turn_counts(const Launcher& launcher, const Rows& rows, DType ids, const void* turn_ids, int64_t* counts);
 
-// ---- token_counts.cu: tokens with a non-zero mask in each row, a negative number where one is a fraction
+// ---- token_counts.cu: tokens with a non-zero mask in each row, a negative number where one is a fraction or the row is none
 void token_counts(const Launcher& launcher, const Rows& rows, const uint8_t* mask, int64_t* counts);
 
 // ---- moments.cu

@@ -27,7 +27,7 @@ turn_moments_kernel(Voters voters, const int64_t* __restrict__ turn_counts, cons
   const Group group(voters, blockIdx.x);
   const bool consistent = group.consistent<kThreads>();
   const int64_t base = table.offsets[blockIdx.x], end = table.offsets[blockIdx.x + 1];
-  const int64_t turns = (end < table.size ? end : table.size) - base;
+  const int64_t turns = base < 0 ? 0 : (end < table.size ? end : table.size) - base;
   for (int64_t from = 0; from < turns; from += kThreads) {
     const int width = tile_width<kThreads>(turns - from);
     if (consistent) {

@@ -25,7 +25,14 @@ __global__ void __launch_bounds__(kThreads)
 share_gradients_kernel(Rows rows, const uint8_t* __restrict__ mask, const T* __restrict__ token_weights, const float* shared,
                        bool add, float* gradient) {
   __shared__ double of_warps[kWarps][2];
-  const int64_t begin = rows.begin(blockIdx.x), end = rows.end(blockIdx.x);
+  const RowSpan row = rows.span(blockIdx.x);
+  const int64_t begin = row.begin, end = row.end;
+  if (!row.sound) {  // what there is of it among the tokens
+    const int64_t from = rows.begin(blockIdx.x), to = rows.end(blockIdx.x) < rows.tokens ? rows.end(blockIdx.x) : rows.tokens;
+    for (int64_t token = (from > 0 ? from : 0) + threadIdx.x; token < to; token += kThreads)
+      gradient[token] = counts(mask, token_weights, token) ? NAN : 0.0f;
+    return;
+  }
   CompensatedSum sum;
   int64_t tokens = 0;
   for (int64_t token = begin + threadIdx.x; token < end; token += kThreads) {

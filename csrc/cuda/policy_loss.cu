@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(kThreads, kExtended || sizeof(T) < 4 ? 3 : 4) 
   Row row;
   if (chunk.count > 0) row.enter(a, chunk, 0, 0);  // the same search in all threads, which the cache then knows
   for (int start = threadIdx.x * kTokens; start < chunk.count; start += kBlock) {
-    if (start >= row.end) row.enter(a, chunk, start, row.row + 1);
+    if (start >= row.end) row.enter(a, chunk, start, row.row);
     const bool together = a.aligned && start + kTokens <= row.end;
     if (together && add_tokens<kLoss, kExtended, T, kTokens>(a, row, chunk.first, start, sums)) continue;
     for (int at = start; at < start + kTokens && at < chunk.count; ++at) {
-      if (at >= row.end) row.enter(a, chunk, at, row.row + 1);
+      if (at >= row.end) row.enter(a, chunk, at, row.row);
       add_tokens<kLoss, kExtended, T, 1>(a, row, chunk.first, at, sums);
     }
   }

@@ -40,6 +40,7 @@ struct PolicyLoss {
   const float* row_log_ratios;     // of sequence losses
   const float* row_is_weights;
   const double* scale;             // one number, which everything is multiplied by
+  int64_t segments;                // of the segment table
 
   // Written, per token: bfloat16 if the inputs are, else float.
   void* gradient;

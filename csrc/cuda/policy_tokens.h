@@ -21,25 +21,30 @@ struct Row {
   const float* table;  // advantages of its segments
   int turns;
 
-  // The row of the chunk's token `at`, which lies in row `least` or behind it.
+  // The row of the chunk's token `at`, which lies in row `least` or behind it if it is in any.
   __device__ void enter(const PolicyLoss& a, const Chunk& chunk, int at, int64_t least) {
     row = 0;
     end = chunk.count;
+    bool held = true;
     if (a.by_row) {
-      row = a.rows.row_of(chunk.first + at, least, a.rows.count - 1);
-      const int64_t to_end = a.rows.end(row) - chunk.first;
-      if (to_end < end) end = int(to_end);
+      const int64_t token = chunk.first + at;
+      const RowPlace place = a.rows.place(a.rows.row_of(token, least, a.rows.count - 1), token);
+      row = place.row;
+      held = place.held;
+      if (place.until - chunk.first < end) end = int(place.until - chunk.first);
     }
     const double weight = a.row_weights ? a.row_weights[row] : 1.0;
-    counts = weight != 0.0;
+    counts = weight != 0.0 || !held;
     scale = float(weight * (a.scale ? *a.scale : 1.0));
     if (a.row_tokens) scale = scale / float(a.row_tokens[row] > 1 ? a.row_tokens[row] : 1);
+    if (!held) scale = NAN;  // of a token in no row nobody knows what it counts for
     advantage = a.kind == AdvantageKind::kRow ? a.advantages[row] : 0.0f;
     log_ratio = a.row_log_ratios ? a.row_log_ratios[row] : 0.0f;
     is_weight = a.row_is_weights ? a.row_is_weights[row] : 1.0f;
     if (a.kind == AdvantageKind::kSegment) {
-      table = a.advantages + a.segment_offsets[row];
-      turns = int(a.segment_offsets[row + 1] - a.segment_offsets[row]);
+      const Segments of_row = row_segments(a.segment_offsets, row, a.segments);
+      table = a.advantages + of_row.first;
+      turns = int(of_row.count < INT32_MAX ? of_row.count : INT32_MAX);
     }
   }
 };
@@ -106,8 +111,9 @@ __device__ void load_advantages(const PolicyLoss& a, const Row& row, int64_t fir
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const int turn = turns.values[i];
-      advantages[i] = turn >= 0 && turn < row.turns ? row.table[turn] : 0.0f;
-      if (turn >= row.turns && mask.values[i]) mask.values[i] = kFractional;
+      const bool known = turn >= 0 && turn < row.turns;
+      advantages[i] = known ? row.table[turn] : 0.0f;
+      if (turn != -1 && !known && mask.values[i]) mask.values[i] = kFractional;
     }
   }
 }

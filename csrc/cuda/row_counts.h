@@ -16,13 +16,14 @@ constexpr int kCountBlocks = 2048;   // more do not make a GPU faster
 constexpr int kCountSteps = 4;       // of a block's threads that share a row: fewer are not worth another block
 
 // `What` says what is counted: the type of an Element, `none` to read in place of one that is not there, `of` one element,
-// and how two results `merge`, also `into` memory.
+// how two results `merge`, also `into` memory, and what a row that is none comes to, `unknown`.
 template <class What, int kLanes, bool kAligned>
 __global__ void __launch_bounds__(kCountThreads)
 row_counts_kernel(Rows rows, const typename What::Element* __restrict__ tokens, Count* __restrict__ counts) {
   constexpr int kRows = kCountThreads / kLanes;
   const int64_t row = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
-  const int64_t begin = row < rows.count ? rows.begin(row) : 0, end = row < rows.count ? rows.end(row) : 0;
+  const RowSpan span = row < rows.count ? rows.span(row) : RowSpan{0, 0, true};
+  const int64_t begin = span.begin, end = span.end;
   // From a multiple of what is read at once: the neighbours in other rows are not counted.
   const int64_t stride = int64_t{kLanes} * gridDim.y;
   const int64_t first = begin / kCountTokens + blockIdx.y * kLanes + threadIdx.x % kLanes;
@@ -49,6 +50,7 @@ row_counts_kernel(Rows rows, const typename What::Element* __restrict__ tokens, 
     for (int warp = 1; warp < kLanes / 32; ++warp) mine = What::merge(mine, of_warps[warp]);
   }
   if (threadIdx.x % kLanes || row >= rows.count) return;
+  if (!span.sound) mine = blockIdx.y == 0 ? What::unknown() : Count{0};
   if (gridDim.y == 1) {
     counts[row] = mine;
   } else {

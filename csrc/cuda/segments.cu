@@ -13,7 +13,7 @@ constexpr int kBlock = kThreads * kTokens;
 
 template <class T, class Id, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-segment_tokens_kernel(Rows rows, const T* __restrict__ table, const int64_t* __restrict__ offsets,
+segment_tokens_kernel(Rows rows, const T* __restrict__ table, int64_t size, const int64_t* __restrict__ offsets,
                       const Id* __restrict__ turn_ids, const uint8_t* __restrict__ mask, T* __restrict__ tokens) {
   const int64_t block = int64_t{blockIdx.x} * kBlock;
   const int64_t start = block + threadIdx.x * kTokens;
@@ -32,20 +32,25 @@ segment_tokens_kernel(Rows rows, const T* __restrict__ table, const int64_t* __r
   // All threads search for the row of the block's first token, which the cache then holds; most blocks lie in one row.
   int64_t row = rows.row_of(block);
   if (start >= rows.end(row)) row = rows.row_of(start, row, rows.count - 1);
-  int64_t end = rows.end(row), first = offsets[row], turn_count = offsets[row + 1] - first;
+  RowPlace at = rows.place(row, start);
+  int64_t first, turn_count;
+  const auto enter = [&] {
+    const Segments of_row = at.held ? row_segments(offsets, at.row, size) : Segments{};
+    first = of_row.first;
+    turn_count = of_row.count;
+  };
+  enter();
   Vector<T, kTokens> out;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
-    if (start + i >= end && row + 1 < rows.count) {
-      do end = rows.end(++row);
-      while (start + i >= end && row + 1 < rows.count);
-      first = offsets[row];
-      turn_count = offsets[row + 1] - first;
+    if (start + i >= at.until) {
+      at = rows.next(at, start + i);
+      enter();
     }
     const Id turn = turns.values[i];
-    const bool in_turn = on.values[i] && turn >= 0;
+    const bool in_turn = on.values[i] && turn != -1, known = turn >= 0 && turn < turn_count;
     // A turn that the table lacks, and a fraction in the mask, give NaN.
-    const bool bad = on.values[i] == kFractional || (in_turn && turn >= turn_count);
+    const bool bad = on.values[i] == kFractional || (in_turn && !known);
     out.values[i] = bad ? T(NAN) : in_turn ? table[first + turn] : T(0);
   }
   if (whole) {
@@ -56,14 +61,14 @@ segment_tokens_kernel(Rows rows, const T* __restrict__ table, const int64_t* __r
 }
 
 template <class T, class Id>
-void launch(const Launcher& launcher, const Rows& rows, const T* table, const int64_t* offsets, const Id* turn_ids,
+void launch(const Launcher& launcher, const Rows& rows, const T* table, int64_t size, const int64_t* offsets, const Id* turn_ids,
             const uint8_t* mask, T* tokens) {
   const unsigned blocks = launcher.blocks(rows.tokens, kBlock);
   if (!blocks) return;
   if (aligned(turn_ids) && aligned(mask) && aligned(tokens)) {
-    segment_tokens_kernel<T, Id, true><<<blocks, kThreads, 0, launcher.stream()>>>(rows, table, offsets, turn_ids, mask, tokens);
+    segment_tokens_kernel<T, Id, true><<<blocks, kThreads, 0, launcher.stream()>>>(rows, table, size, offsets, turn_ids, mask, tokens);
   } else {
-    segment_tokens_kernel<T, Id, false><<<blocks, kThreads, 0, launcher.stream()>>>(rows, table, offsets, turn_ids, mask, tokens);
+    segment_tokens_kernel<T, Id, false><<<blocks, kThreads, 0, launcher.stream()>>>(rows, table, size, offsets, turn_ids, mask, tokens);
   }
   launcher.launched();
 }
@@ -71,16 +76,16 @@ void launch(const Launcher& launcher, const Rows& rows, const T* table, const in
 }  // namespace
 
 template <class T>
-void segment_tokens(const Launcher& launcher, const Rows& rows, const T* table, const int64_t* offsets, DType ids,
+void segment_tokens(const Launcher& launcher, const Rows& rows, const T* table, int64_t size, const int64_t* offsets, DType ids,
                     const void* turn_ids, const uint8_t* mask, T* tokens) {
   if (ids == DType::kInt32) {
-    launch(launcher, rows, table, offsets, static_cast<const int32_t*>(turn_ids), mask, tokens);
+    launch(launcher, rows, table, size, offsets, static_cast<const int32_t*>(turn_ids), mask, tokens);
   } else {
-    launch(launcher, rows, table, offsets, static_cast<const int64_t*>(turn_ids), mask, tokens);
+    launch(launcher, rows, table, size, offsets, static_cast<const int64_t*>(turn_ids), mask, tokens);
   }
 }
 
-template void segment_tokens(const Launcher&, const Rows&, const float*, const int64_t*, DType, const void*, const uint8_t*, float*);
-template void segment_tokens(const Launcher&, const Rows&, const double*, const int64_t*, DType, const void*, const uint8_t*, double*);
+template void segment_tokens(const Launcher&, const Rows&, const float*, int64_t, const int64_t*, DType, const void*, const uint8_t*, float*);
+template void segment_tokens(const Launcher&, const Rows&, const double*, int64_t, const int64_t*, DType, const void*, const uint8_t*, double*);
 
 }  // namespace fastadv::cuda

@@ -16,14 +16,14 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kTokens = 8;  // of a thread: neighbours
 constexpr int kShortRow = 1024;  // tokens of an average row below which a warp is enough
-constexpr int64_t kUnknown = -(int64_t{1} << 62);  // tokens of a row with a fractional mask, whose sum and minimum are NaN
+constexpr int64_t kUnknown = -(int64_t{1} << 62);  // tokens of a row with a fractional mask, or that is none: sum and minimum are NaN
 
 // What a thread finds in its tokens of a row.
 struct Found {
   CompensatedSum log_ratio;
   float minimum = 0.0f;
   int64_t tokens = 0, missing = 0;
-  bool fractional = false;
+  bool unknown = false;
 
   __device__ void add(uint8_t mask, float log_prob, float old_log_prob, bool skip_missing) {
     const bool on = mask != 0;
@@ -33,10 +33,10 @@ struct Found {
     minimum = x < minimum ? x : minimum;
     tokens += on;
     missing += absent;
-    fractional = fractional || mask == kFractional;
+    unknown = unknown || mask == kFractional;
   }
   __device__ RowLogRatios result() const {
-    if (fractional) return {NAN, NAN, kUnknown, missing};
+    if (unknown) return {NAN, NAN, kUnknown, missing};
     return {log_ratio.value(), double(minimum), tokens, missing};
   }
 };
@@ -66,12 +66,13 @@ __device__ void write(const SequenceLogRatios& out, int64_t row, const RowLogRat
   out.missing[row] = x.missing;
 }
 
-// Of the row [begin, end), what falls to one of the threads that share it; the batch has `count` tokens.
+// Of a row, what falls to one of the threads that share it; the batch has `count` tokens.
 template <class New, class Old>
 __device__ Found find(const New* __restrict__ log_probs, const Old* __restrict__ old_log_probs, const uint8_t* __restrict__ mask,
-                      int64_t begin, int64_t end, int64_t count, int64_t thread, int64_t threads, bool skip_missing, bool aligned) {
+                      const RowSpan& row, int64_t count, int64_t thread, int64_t threads, bool skip_missing, bool aligned) {
   Found found;
-  for (int64_t at = begin / kTokens * kTokens + thread * kTokens; at < end; at += threads * kTokens) {
+  found.unknown = !row.sound;
+  for (int64_t at = row.begin / kTokens * kTokens + thread * kTokens; at < row.end; at += threads * kTokens) {
     const int64_t left = count - at;
     const bool whole = aligned && left >= kTokens;
     const auto on = whole ? load_vector<kTokens>(mask + at) : load_some<kTokens>(mask + at, left, uint8_t{0});
@@ -79,7 +80,7 @@ __device__ Found find(const New* __restrict__ log_probs, const Old* __restrict__
     const auto old = whole ? load_vector<kTokens>(old_log_probs + at) : load_some<kTokens>(old_log_probs + at, left, from_float<Old>(0.0f));
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      const bool mine = at + i >= begin && at + i < end;
+      const bool mine = at + i >= row.begin && at + i < row.end;
       found.add(mine ? on.values[i] : uint8_t{0}, to_float(now.values[i]), to_float(old.values[i]), skip_missing);
     }
   }
@@ -93,7 +94,7 @@ warp_rows_kernel(Rows rows, const New* log_probs, const Old* old_log_probs, cons
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
   if (row >= rows.count) return;
   const int lane = threadIdx.x % kWarp;
-  const auto found = find(log_probs, old_log_probs, mask, rows.begin(row), rows.end(row), rows.tokens, lane, kWarp, skip_missing, aligned);
+  const auto found = find(log_probs, old_log_probs, mask, rows.span(row), rows.tokens, lane, kWarp, skip_missing, aligned);
   const auto of_row = merged_in_warp(found.result());
   if (lane == 0) write(out, row, of_row);
 }
@@ -105,7 +106,7 @@ block_rows_kernel(Rows rows, const New* log_probs, const Old* old_log_probs, con
   __shared__ RowLogRatios of_warps[kWarps];
   const int64_t row = blockIdx.x, parts = gridDim.y;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const auto found = find(log_probs, old_log_probs, mask, rows.begin(row), rows.end(row), rows.tokens,
+  const auto found = find(log_probs, old_log_probs, mask, rows.span(row), rows.tokens,
                           int64_t{blockIdx.y} * kThreads + threadIdx.x, parts * kThreads, skip_missing, aligned);
   const auto of_warp = merged_in_warp(found.result());
   if (lane == 0) of_warps[warp] = of_warp;

@@ -8,10 +8,11 @@ namespace {
 struct Tokens {
   using Element = uint8_t;
   // What a fraction counts: a sum of as many of them as there are tokens is negative.
-  static constexpr Count kUnknown = Count(-(int64_t{1} << 52));
+  static constexpr Count kFraction = Count(-(int64_t{1} << 52));
 
   __device__ static Element none() { return 0; }
-  __device__ static Count of(Element mask) { return mask == kFractional ? kUnknown : Count(mask != 0); }
+  __device__ static Count unknown() { return Count(-(int64_t{1} << 62)); }  // UNKNOWN of fastadv/rows.py
+  __device__ static Count of(Element mask) { return mask == kFractional ? kFraction : Count(mask != 0); }
   __device__ static Count merge(Count a, Count b) { return a + b; }
   __device__ static void into(Count* count, Count value) { atomicAdd(count, value); }
 };

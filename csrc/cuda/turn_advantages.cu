@@ -5,6 +5,8 @@
 // row with float32 rewards (order, index, reward, two offsets), 8 more of votes and 1 of `include` where there are any; again for each
 // tile, from the cache. Writes 4 bytes a segment (8 of float64).
 // From moments: one launch. Reads a segment's row's 33 bytes, its offset and its turn's moments, which stay in the cache.
+#include <climits>
+
 #include "cuda/advantage_rule.h"
 #include "cuda/groups.h"
 
@@ -22,25 +24,47 @@ turn_advantages_kernel(AdvantageInputs in, AdvantageRule rule, TurnTable table, 
   const int64_t segment = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (segment >= segments.count) return;
   const Rows rows{in.rows, segments.count, 0, segments.offsets};
-  const int64_t row = rows.row_of(segment);
+  const RowPlace at = rows.place(rows.row_of(segment), segment);
+  const int64_t row = at.row;
   double value = NAN;
-  if (has_group(in, row)) {
+  if (at.held && has_group(in, row)) {
     const int64_t group = in.group[row], slot = table.offsets[group] + segment - segments.offsets[row];
     const RowContext c = context_of(in, rule, row);
-    const bool in_table = slot < table.offsets[group + 1] && slot < table.size;
+    const bool in_table = slot >= 0 && slot < table.offsets[group + 1] && slot < table.size;
     const double count = in_table ? table.count[slot] : NAN, sum = in_table ? table.sum[slot] : NAN;
     value = turn_advantage(rule, c, count, sum, turn_target(c, turns.shrink_to_mean), turns.kappa);
   }
   values[segment] = Out(value);
 }
 
-// A row's segments; none where the offsets lead out of the table.
-struct Span {
-  int64_t first = 0, turns = 0;
-};
-__device__ Span span_of(const SegmentIndex& segments, int64_t row) {
-  const int64_t first = segments.offsets[row], end = segments.offsets[row + 1];
-  return first >= 0 && first <= end && end <= segments.count ? Span{first, end - first} : Span{};
+__device__ Segments segments_of(const SegmentIndex& segments, int64_t row) {
+  return row_segments(segments.offsets, row, segments.count);
+}
+
+constexpr long long kNoTurns = LLONG_MAX;  // of a row whose offsets lead out of the table
+
+__device__ long long row_turns(const SegmentIndex& segments, int64_t row) {
+  const Segments of_row = segments_of(segments, row);
+  return of_row.inside ? of_row.count : kNoTurns;
+}
+
+// NaN for those of the segments [from, to) that there are.
+template <class Out>
+__device__ void forget(const SegmentIndex& segments, int64_t from, int64_t to, Out* values) {
+  if (to > segments.count) to = segments.count;
+  for (int64_t segment = from > 0 ? from : 0; segment < to; ++segment) values[segment] = Out(NAN);
+}
+// The same for what no row has: before the first, behind the last.
+template <class Out>
+__device__ void forget_stray(const SegmentIndex& segments, int64_t row, int64_t rows, Out* values) {
+  if (row == 0) forget(segments, 0, segments.offsets[0], values);
+  if (row == rows - 1) forget(segments, segments.offsets[rows], segments.count, values);
+}
+// The same for what a row has, and what no row has beside it.
+template <class Out>
+__device__ void forget_row(const SegmentIndex& segments, int64_t row, int64_t rows, Out* values) {
+  forget_stray(segments, row, rows, values);
+  forget(segments, segments.offsets[row], segments.offsets[row + 1], values);
 }
 
 template <int kThreads, class Out>
@@ -49,31 +73,35 @@ fused_turn_advantages_kernel(Voters voters, AdvantageRule rule, SegmentIndex seg
   __shared__ TurnSums<kThreads> sums;
   const Group group(voters, blockIdx.x);
   if (!group.consistent<kThreads>()) {
-    return group.for_rows_in_doubt<kThreads>([&](int64_t row) {
-      const Span span = span_of(segments, row);
-      for (int64_t turn = 0; turn < span.turns; ++turn) values[span.first + turn] = Out(NAN);
-    });
+    return group.for_rows_in_doubt<kThreads>([&](int64_t row) { forget_row(segments, row, voters.rows, values); });
   }
   const GroupMoments moments = group.moments<kThreads>(rule.scaled);
   long long longest = 0;
   for (int64_t place = group.first + threadIdx.x; place < group.last; place += kThreads) {
-    const long long reached = span_of(segments, voters.order[place]).turns;
+    const int64_t row = voters.order[place];
+    if (blockIdx.y == 0) forget_stray(segments, row, voters.rows, values);
+    const long long reached = row_turns(segments, row);
     longest = reached > longest ? reached : longest;
   }
   longest = reduced<kThreads>(longest, [](long long a, long long b) { return a < b ? b : a; });
+  if (longest == kNoTurns) {  // which turns that row reached nobody knows
+    for (int64_t place = group.first + threadIdx.x; place < group.last; place += kThreads)
+      forget_row(segments, voters.order[place], voters.rows, values);
+    return;
+  }
 
   for (int64_t from = int64_t{blockIdx.y} * kThreads; from < longest; from += int64_t{gridDim.y} * kThreads) {
     const int width = tile_width<kThreads>(longest - from);
-    const auto reached = [&](int64_t row) { return span_of(segments, row).turns; };
+    const auto reached = [&](int64_t row) { return segments_of(segments, row).count; };
     sum_turns<kThreads>(group, moments.minimum, from, width, reached, sums);
     const int column = threadIdx.x & (width - 1);
     for (int64_t place = group.first + threadIdx.x / width; place < group.last; place += kThreads / width) {
       const Member m = group.member(place);
-      const Span span = span_of(segments, m.row);
-      if (from + column >= span.turns) continue;
+      const Segments of_row = segments_of(segments, m.row);
+      if (from + column >= of_row.count) continue;
       const RowContext c = row_context(rule, moments, moments, m.reward, m.reward, m.vote, m.included);
       const double target = turn_target(c, turns.shrink_to_mean);
-      values[span.first + from + column] = Out(turn_advantage(rule, c, sums.count[column], sums.sum[column], target, turns.kappa));
+      values[of_row.first + from + column] = Out(turn_advantage(rule, c, sums.count[column], sums.sum[column], target, turns.kappa));
     }
   }
 }

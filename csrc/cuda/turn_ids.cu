@@ -17,7 +17,7 @@ constexpr int kWritingTokens = 8;  // two writes of 16 bytes
 constexpr int kWritingThreads = kTurnIdsBlock / kWritingTokens;
 constexpr int kWarps = kWritingThreads / 32;
 constexpr int kWritingBlocks = 1;  // that a multiprocessor must hold: asked for none, the compiler spills registers to hold more
-constexpr int kFractionalTurn = -2;  // no op takes it for a turn
+constexpr int kUnknownTurn = -2;  // of a fraction, and of a token in no row: no op takes it for a turn
 
 template <int kTokens, bool kAligned>
 __device__ Vector<uint8_t, kTokens> load_mask(const uint8_t* mask, int64_t start, int64_t tokens) {
@@ -82,7 +82,8 @@ turn_ids_kernel(Rows rows, const uint8_t* __restrict__ mask, const int32_t* __re
 
   // Runs of the block's first row in the blocks before it.
   int earlier = 0;
-  for (int64_t b = rows.begin(row) / kTurnIdsBlock + threadIdx.x; b < blockIdx.x; b += kWritingThreads) earlier += runs[b];
+  const int64_t first_token = rows.begin(row) > 0 ? rows.begin(row) : 0;
+  for (int64_t b = first_token / kTurnIdsBlock + threadIdx.x; b < blockIdx.x; b += kWritingThreads) earlier += runs[b];
   __shared__ int carry;
   if (threadIdx.x == 0) carry = 0;
   __syncthreads();
@@ -92,16 +93,19 @@ turn_ids_kernel(Rows rows, const uint8_t* __restrict__ mask, const int32_t* __re
   const auto read = load_mask<kWritingTokens, kAligned>(mask, start, rows.tokens);
   const bool there = start < rows.tokens;
   if (there && start >= rows.end(row)) row = rows.row_of(start, row, rows.count - 1);
-  int64_t begin = rows.begin(row), end = rows.end(row);
+  RowPlace at = rows.place(row, start);
+  int64_t begin = rows.begin(row);
   bool before = on_before(mask, start, rows.tokens);
   int stretch = 0;
   int seen[kWritingTokens];  // like `stretch`, up to each token
+  unsigned held = 0;         // a bit a token
 #pragma unroll
   for (int i = 0; i < kWritingTokens; ++i) {
-    while (there && start + i >= end && row + 1 < rows.count) {
-      begin = end;
-      end = rows.end(++row);
+    if (there && start + i >= at.until) {
+      at = rows.next(at, start + i);
+      begin = rows.begin(at.row);
     }
+    held |= unsigned(at.held) << i;
     const bool on = read.values[i] != 0, first = there && start + i == begin;
     if (first) stretch = kNewRow;
     stretch += on && (!before || first);
@@ -115,7 +119,8 @@ turn_ids_kernel(Rows rows, const uint8_t* __restrict__ mask, const int32_t* __re
   for (int i = 0; i < kWritingTokens; ++i) {
     const int found = joined(previous, seen[i]);
     const int turn = found & kNewRow ? found - kNewRow - 1 : found + carry - 1;
-    out.values[i] = read.values[i] == kFractional ? kFractionalTurn : read.values[i] ? turn : -1;
+    const bool unknown = read.values[i] == kFractional || !(held >> i & 1);
+    out.values[i] = unknown ? kUnknownTurn : read.values[i] ? turn : -1;
   }
   if (kAligned && start + kWritingTokens <= rows.tokens) {
     store_vector(turn_ids + start, out);
@@ -129,6 +134,7 @@ struct LargestTurn {
   using Element = Id;
 
   __device__ static Element none() { return -1; }
+  __device__ static Count unknown() { return ~Count{0}; }
   // A value below -1 gives -1, which is the largest of all as an unsigned number.
   __device__ static Count of(Element turn) { return turn < -1 ? ~Count{0} : Count(int64_t{turn} + 1); }
   __device__ static Count merge(Count a, Count b) { return a < b ? b : a; }

@@ -174,6 +174,7 @@ def _cuda(
         inputs.scale,
     )  # fmt: skip
     tokens, cu_seqlens, shape = log_probs.numel(), inputs.cu_seqlens, log_probs.shape
+    segments = inputs.advantages.numel()  # where these are a table
     if cu_seqlens is None:  # native.rows, without the time that it takes to make a Rows
         rows = (shape[0], tokens, shape[1], 0)
     else:
@@ -194,7 +195,7 @@ def _cuda(
         stream,
         rows,
         native.DTYPES[dtype],
-        (*[0 if t is None else start(t) for t in copies], *[0 if t is None else address(t) for t in small]),
+        (*[0 if t is None else start(t) for t in copies], *[0 if t is None else address(t) for t in small], segments),
         formula,
         (
             0 if shared and not apart else address(written),

@@ -93,7 +93,7 @@ def _turn_cpu(
         native.address(votes),
         native.address(turns),
         native.address(minimum),
-        (native.address(table), out[0].data_ptr(), out[1].data_ptr()),
+        (native.address(table), out[0].data_ptr(), out[1].data_ptr(), size),
         native.threads(size),
     )
     return 0
@@ -169,6 +169,10 @@ def turn_moments(
     table = reference.turn_offsets(groups, turns)
     # On a GPU, and in a graph, the host does not know the table's end; no group has more turns than there are segments.
     size = int(table[-1]) if validation.on_host(table) else index.count
+    if not 0 <= size <= index.count:  # of false offsets, which only the C++ kernels refuse
+        if backend == "cpu":
+            raise ValueError(f"turn_moments: groups have {size} turns, but there are {index.count} segments")
+        size = index.count
     if backend == "reference":
         return reference.turn_moments(rewards, votes, groups, index.offsets, index.count, minimum, table, size)
     launched = _launch_turn(backend, rewards, votes, groups.order, groups.offsets, turns, minimum, table, size)

@@ -41,6 +41,7 @@ def _cuda(
         native.rows(Rows.trusted(turn_ids, cu_seqlens)),
         values.dtype == torch.float64,
         native.address(values),
+        values.shape[0],
         native.address(offsets),
         native.DTYPES[turn_ids.dtype],
         native.address(turn_ids),

@@ -47,7 +47,7 @@ def _cpu(
 ) -> int:
     native.module().turn_advantages(
         *kernel_arguments(tensors, include, rule),
-        tuple(native.address(t) for t in table),
+        (*map(native.address, table), table[1].shape[0]),
         (native.address(offsets), values.shape[0]),
         kappa,
         shrink_to_mean,
