@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kSharingBlocks = 4;  // that a multiprocessor must hold: asked for none, the compiler spills registers to hold more
 constexpr unsigned kScalingBlocks = 1024;  // as many as run at once on a large GPU; each goes over the rest
 
 template <class T>
@@ -21,18 +22,14 @@ __device__ bool counts(const uint8_t* mask, const T* token_weights, int64_t toke
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kSharingBlocks)
 share_gradients_kernel(Rows rows, const uint8_t* __restrict__ mask, const T* __restrict__ token_weights, const float* shared,
                        bool add, float* gradient) {
   __shared__ double of_warps[kWarps][2];
-  const RowSpan row = rows.span(blockIdx.x);
-  const int64_t begin = row.begin, end = row.end;
-  if (!row.sound) {  // what there is of it among the tokens
-    const int64_t from = rows.begin(blockIdx.x), to = rows.end(blockIdx.x) < rows.tokens ? rows.end(blockIdx.x) : rows.tokens;
-    for (int64_t token = (from > 0 ? from : 0) + threadIdx.x; token < to; token += kThreads)
-      gradient[token] = counts(mask, token_weights, token) ? NAN : 0.0f;
-    return;
-  }
+  // Of a row that is none: what there is of it among the tokens, whose share is NaN.
+  const bool sound = rows.span(blockIdx.x).sound;
+  const int64_t from = rows.begin(blockIdx.x), to = rows.end(blockIdx.x);
+  const int64_t begin = from > 0 ? from : 0, end = to < rows.tokens ? to : rows.tokens;
   CompensatedSum sum;
   int64_t tokens = 0;
   for (int64_t token = begin + threadIdx.x; token < end; token += kThreads) {
@@ -51,7 +48,7 @@ share_gradients_kernel(Rows rows, const uint8_t* __restrict__ mask, const T* __r
     of_row += warp[0];
     tokens_of_row += warp[1];
   }
-  const float share = float(of_row / (tokens_of_row > 1.0 ? tokens_of_row : 1.0));
+  const float share = sound ? float(of_row / (tokens_of_row > 1.0 ? tokens_of_row : 1.0)) : NAN;
   for (int64_t token = begin + threadIdx.x; token < end; token += kThreads)
     gradient[token] = (add ? gradient[token] : 0.0f) + (counts(mask, token_weights, token) ? share : 0.0f);
 }
