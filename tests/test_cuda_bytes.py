@@ -22,7 +22,10 @@ from fastadv import cuda
 from fastadv.ops import _logits
 from fastadv.ops import moments as moment_ops
 
-pytestmark = pytest.mark.skipif(cuda_kernels.missing() is not None, reason=str(cuda_kernels.missing()))
+pytestmark = [
+    pytest.mark.slow,  # a build of its own takes a minute
+    pytest.mark.skipif(cuda_kernels.missing() is not None, reason=str(cuda_kernels.missing())),
+]
 
 LENGTHS = (3000, 17, 4000)
 TOKENS, ROWS, GROUPS, VOCAB = sum(LENGTHS), len(LENGTHS), 2, 5000
