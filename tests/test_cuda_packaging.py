@@ -42,7 +42,9 @@ def test_without_a_gpu_it_loads_and_says_so() -> None:
 @NO_GPU
 def test_a_launch_that_fails_names_the_op_and_the_cause() -> None:
     """Past all checks, as on a machine whose driver is missing or too old."""
-    run = python("from fastadv import cuda; cuda.module().segment_tokens(0, 0, (1, 8, 8, 0), False, 0, 0, 4, 0, 0, 0)")
+    run = python(
+        "from fastadv import cuda; cuda.module().segment_tokens(0, 0, (1, 8, 8, 0), False, 0, 0, 0, 4, 0, 0, 0)"
+    )
     last = run.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError: segment_tokens: cudaError"), run.stderr
     assert "InsufficientDriver" in last or "NoDevice" in last

@@ -109,7 +109,7 @@ class Watched:
 
 
 def test_every_launcher_is_here() -> None:
-    others = {"device_type", "row_sums_scratch"}
+    others = {"check_device", "device_type", "row_sums_scratch"}
     assert {name for name, value in vars(cuda.module()).items() if callable(value)} - others == LAUNCHES.keys()
 
 
@@ -148,7 +148,7 @@ ADVANTAGES = (HUGE, HUGE, 0, 0, 0, 0, 0, MOMENTS, MOMENTS)
 LOGITS_VIEW = (0, 0, HUGE, 1, 1, 1, 1)
 LOGITS_INPUTS = (LOGITS_VIEW, 0, 0, 1.0, 0.0)
 TOO_MANY: dict[str, tuple[Any, ...]] = {
-    "segment_tokens": (ROWS_OF, False, 0, 0, 4, 0, 0, 0),
+    "segment_tokens": (ROWS_OF, False, 0, 0, 0, 4, 0, 0, 0),
     "turn_ids_from_mask": (ROWS_OF, 0, 0, 0),
     "turn_counts": (ROWS_OF, 4, 0, 0),
     "token_counts": (ROWS_OF, 0, 0),
@@ -176,7 +176,7 @@ def test_more_blocks_than_a_grid_has(launcher: str) -> None:
 
 
 def test_fewer_blocks_than_the_loss_needs() -> None:
-    inputs, formula = (0,) * 17, (0,) * 20
+    inputs, formula = (0,) * 18, (0,) * 20
     with pytest.raises(ValueError, match=r"^policy_loss: too few blocks"):
         cuda.module().policy_loss(0, 0, (1, 2**31, 0, 0), 0, inputs, formula, (0,) * 8, 1)
 
