@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from fastadv.triton_kernels import _shared_gradients
 from fastadv.triton_kernels._launch import TYPES, Configuration, blocks, fractional_byte, launch, mask_bytes, nothing
-from fastadv.triton_kernels._policy_terms import GSPO, CorrectionParameters, KlParameters, LossParameters
+from fastadv.triton_kernels._policy_terms import GSPO, SAPO, CorrectionParameters, KlParameters, LossParameters
 from fastadv.triton_kernels._policy_tokens import (
     ENTROPY,
     ENTROPY_GRADIENT,
@@ -383,8 +383,10 @@ def _dtype(log_probs: Tensor, inputs: Inputs, by_token: bool, extended: bool, gr
 def _registers(dtype: torch.dtype, loss: int, kind: int, extended: bool) -> int:
     """Of a thread, as tried: none spills any on sm_90 and sm_100, at an occupancy of 0.31 (extended), 0.44 or 0.5."""
     if extended:
-        return 96
-    return 72 if dtype != torch.float32 and (kind == ROW.value or loss == GSPO.value) else 64
+        return 104 if loss == GSPO.value else 96
+    if dtype == torch.float32:
+        return 72 if loss == GSPO.value and kind == SEGMENT.value else 64
+    return 72 if (kind == ROW.value and loss != SAPO.value) or loss == GSPO.value else 64
 
 
 def _written(output: Tensor | None, dtype: torch.dtype, nothing: Tensor) -> Tensor:
