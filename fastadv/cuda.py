@@ -30,9 +30,17 @@ def counter(t: Tensor, stream: int) -> Tensor:
     Launches of one stream run one after the other and share it. In a graph, whose launches may run beside any other,
     each has its own.
     """
-    if stream and torch.cuda.is_current_stream_capturing():
+    if stream and _capturing(t.device):
         return torch.zeros(1, dtype=torch.int32, device=t.device)
     return _counter(t.device, stream)
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device, which need not be the current one, is being captured."""
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -194,7 +194,9 @@ def _cuda_error() -> str:
     try:
         kernels.check_device(torch.cuda.current_device())
     except RuntimeError as error:
-        return f"its extension has no code for this card ({error}); FASTADV_CUDA_ARCHS names what is built"
+        if "NoKernelImage" in str(error) or "InvalidDeviceFunction" in str(error):
+            return f"its extension has no code for this card ({error}); FASTADV_CUDA_ARCHS names what is built"
+        return f"its extension cannot use this card ({error})"
     return ""
 
 

@@ -107,8 +107,8 @@ NO_BYTE = 256  # what no byte of a mask equals
 
 
 def mask_bytes(mask: Tensor) -> Tensor:
-    """A mask as kernels on a GPU read it, contiguous uint8: 0, 1, or FRACTIONAL. A bool mask is not copied, and may
-    hold any byte."""
+    """A mask as kernels on a GPU read it, contiguous uint8: 0, 1, or FRACTIONAL. A bool mask is not copied; one
+    that was made of other bytes, which PyTorch does not make, counts where they are not 0, on CUDA but for 0xAA."""
     if mask.dtype == torch.bool:
         return mask.contiguous().view(torch.uint8)
     on = (mask != 0).to(torch.uint8)

@@ -112,6 +112,50 @@ def test_setup_says_what_it_does(environment: dict[str, str], message: str) -> N
     assert (run.returncode == 0) == (environment["FASTADV_CUDA"] != "yes")
 
 
+def fake_nvcc(folder: Path) -> str:
+    """A compiler that knows every option and compiles nothing."""
+    path = folder / "bin" / "nvcc"
+    path.parent.mkdir()
+    path.write_text('#!/bin/sh\ncase "$*" in *--dryrun*) exit 0;; esac\necho "no such host compiler" >&2\nexit 1\n')
+    path.chmod(0o755)
+    return str(folder)
+
+
+ONLY_CUDA = """
+import runpy, sys
+import pybind11.setup_helpers as helpers
+build = helpers.build_ext.build_extensions
+def only(self):
+    self.extensions = [e for e in self.extensions if e.name == "fastadv._cuda"]
+    build(self)
+helpers.build_ext.build_extensions = only
+sys.argv = ["setup.py", "build_ext", "--build-temp", sys.argv[1], "--build-lib", sys.argv[1]]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("asked", ["auto", "1"])
+def test_a_compiler_that_fails(asked: str, tmp_path: Path) -> None:
+    """The package is installed without CUDA kernels, unless they were asked for."""
+    pytest.importorskip("pybind11", reason="setup.py needs it")
+    run = subprocess.run(
+        [sys.executable, "-c", ONLY_CUDA, str(tmp_path / "build")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "FASTADV_CUDA": asked, "CUDA_HOME": fake_nvcc(tmp_path)},
+    )  # fmt: skip
+    assert "no such host compiler" in run.stderr
+    assert (run.returncode == 0) == (asked == "auto"), run.stderr
+    assert "no CUDA kernels: Command" in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("archs", ["75", "ninety", "90b", ""])
+def test_architectures_that_there_are_no_kernels_for(archs: str, tmp_path: Path) -> None:
+    build = ("--quiet", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path))
+    run = setup(*build, FASTADV_CUDA="1", CUDA_HOME=fake_nvcc(tmp_path), FASTADV_CUDA_ARCHS=archs)
+    assert run.returncode
+    assert f"FASTADV_CUDA_ARCHS is {archs!r}; pass compute capabilities from 80 on" in run.stderr
+
+
 def test_a_build_that_was_asked_for_and_cannot_be_fails(tmp_path: Path) -> None:
     build = ("--quiet", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path))
     run = setup(*build, FASTADV_CUDA="1", CUDA_HOME="", PATH="/usr/bin:/bin")

@@ -401,7 +401,7 @@ def _turn_ids(turn_ids: Tensor | None, sums: Tensor) -> Tensor:
     if turn_ids is None:
         return nothing(sums.device, torch.int32)
     if turn_ids.dtype != torch.int32:
-        turn_ids = turn_ids.clamp(-1, 2**31 - 1).to(torch.int32)
+        turn_ids = turn_ids.clamp(-2, 2**31 - 1).to(torch.int32)
     return turn_ids.contiguous()
 
 

@@ -167,7 +167,7 @@ def _cuda(
     mask, turn_ids = inputs.mask, inputs.turn_ids
     mask = mask if mask.dtype == torch.bool and mask.is_contiguous() else native.mask_bytes(mask)
     if turn_ids is not None and turn_ids.dtype != torch.int32:
-        turn_ids = turn_ids.clamp(-1, 2**31 - 1).to(torch.int32)  # a turn that no table has stays one
+        turn_ids = turn_ids.clamp(-2, 2**31 - 1).to(torch.int32)  # a turn that no table has stays one
     small = (
         mask, None if turn_ids is None else turn_ids.contiguous(), None if by_token else inputs.advantages,
         inputs.segment_offsets, inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights,
@@ -188,6 +188,7 @@ def _cuda(
     blocks = max(1, min(-(-tokens // BLOCK), max(BLOCKS, -(-tokens // BLOCK_TOKENS))))
     partials = torch.empty(len(SUMS) * blocks, dtype=torch.float64, device=sums.device)
     device, stream = cuda.place(sums)
+    counter = cuda.counter(sums, stream)
     per_token = value is not None and value.dim() != 0
     module, address, start = cuda.module(), native.address, native.start
     module.policy_loss(
@@ -205,7 +206,7 @@ def _cuda(
             sums.data_ptr(),
             0 if per_token else address(value),
             partials.data_ptr(),
-            cuda.counter(sums, stream).data_ptr(),
+            counter.data_ptr(),
         ),
         blocks,
     )

@@ -18,7 +18,8 @@ from torch import Tensor
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What hidden states and weights of a dtype are multiplied in."""
-    return dtype if dtype == torch.bfloat16 and device.type == "cuda" else torch.float32
+    as_it_is = dtype == torch.bfloat16 and device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype_out")
+    return dtype if as_it_is else torch.float32
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:

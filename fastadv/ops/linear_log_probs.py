@@ -331,7 +331,8 @@ def linear_log_probs(
             ranks of this torch.distributed group; each rank passes the same hidden, labels and mask. Every rank gets
             the results and the hidden gradient of the whole vocabulary, and the gradients of its own rows. On a backend
             with kernels, in eager mode; every rank must call, also one without a row, and the backward too.
-        chunk_tokens: rows of logits that exist at a time; None: 128 MiB of them. Results depend on it within rounding.
+        chunk_tokens: rows of float32 logits that exist at a time; None: 128 MiB of them, on a GPU 1.25 GiB, and half as
+            much again of their bfloat16 gradient. Results depend on it within rounding.
         return_entropy: also the entropy of the distribution in nats.
         return_sum_p2: also the sum of squared probabilities.
         deterministic: the results and the hidden gradient of a token have the same bits whatever other tokens there

@@ -56,6 +56,7 @@ def _cuda(
     parts = max(1, min(BLOCKS // count, rows.tokens // (count * PART)))  # blocks that share a row
     shared = parts > 1
     partials = torch.empty(parts * count * PARTIAL, dtype=torch.uint8, device=mask.device) if shared else None
+    counter = cuda.counter(mask, stream) if shared else None
     cuda.module().sequence_log_ratios(
         device,
         stream,
@@ -69,7 +70,7 @@ def _cuda(
         parts,
         tuple(t.data_ptr() for t in out),
         native.address(partials),
-        native.address(cuda.counter(mask, stream)) if shared else 0,
+        native.address(counter),
     )
     return 0
 
