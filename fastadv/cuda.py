@@ -37,7 +37,7 @@ def counter(t: Tensor, stream: int) -> Tensor:
 
 def _capturing(device: torch.device) -> bool:
     """Whether the current stream of a device, which need not be the current one, is being captured."""
-    if device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
