@@ -352,7 +352,7 @@ def test_gradient_of_any_layout_and_in_place() -> None:
     for order, viewed in (((2, 0, 1, 3), True), ((2, 1, 0, 3), False), ((3, 0, 1, 2), False)):
         back = sorted(range(4), key=order.__getitem__)
         laid_out = logits.permute(order).contiguous().permute(back)
-        assert (_logits._row_strides(laid_out) is not None) == viewed
+        assert (_logits.row_strides(laid_out) is not None) == viewed
         out = torch.full_like(laid_out, NAN)
         assert out.stride() == laid_out.stride() != logits.stride()
         assert torch.equal(gradient(laid_out, labels, *given, out=out), plain)

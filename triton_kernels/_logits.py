@@ -15,7 +15,7 @@ import triton.language as tl
 from fastadv.triton_kernels._launch import ALIGNMENT, TYPES
 from torch import Tensor
 
-from fastadv.ops._logits import NO_LABEL, SKIPPED
+from fastadv.ops._logits import NO_LABEL, SKIPPED, row_strides
 
 LANES = tl.constexpr(128)  # threads of a program
 WIDTH = tl.constexpr(8)  # neighbouring columns: 16 bytes of bfloat16, two loads of float32
@@ -130,18 +130,10 @@ class View(NamedTuple):
 
 def view_of(t: Tensor) -> View | None:
     """A view of a tensor's memory; None where it has other strides."""
-    merged: list[tuple[int, int]] = []  # sizes and strides of leading dimensions, the last first
     if not t.numel():
         return View(t, 1, 0, 0)
-    for size, stride in zip(reversed(t.shape[:-1]), reversed(t.stride()[:-1]), strict=True):
-        if merged and stride == merged[-1][0] * merged[-1][1]:
-            merged[-1] = (merged[-1][0] * size, merged[-1][1])
-        elif size != 1:
-            merged.append((size, stride))
-    if len(merged) > 2 or (t.stride(-1) != 1 and t.shape[-1] > 1):
-        return None
-    (inner, inner_stride), (_, outer_stride), *_ = (*merged, (1, 0), (1, 0))
-    return View(t, inner, outer_stride, inner_stride)
+    strides = row_strides(t)
+    return None if strides is None else View(t, *strides)
 
 
 def readable(logits: Tensor) -> View:

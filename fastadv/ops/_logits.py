@@ -110,7 +110,7 @@ def _gradient_cpu(
 RowsView = tuple[int, int, int, int, int, int, int]
 
 
-def _row_strides(t: Tensor) -> tuple[int, int, int] | None:
+def row_strides(t: Tensor) -> tuple[int, int, int] | None:
     """Size of the second leading dimension, or of the only one, and the strides of both; None where it has others."""
     merged: list[tuple[int, int]] = []  # sizes and strides of leading dimensions, the last first
     for size, stride in zip(reversed(t.shape[:-1]), reversed(t.stride()[:-1]), strict=True):
@@ -126,9 +126,9 @@ def _row_strides(t: Tensor) -> tuple[int, int, int] | None:
 
 def _rows_view(t: Tensor, rows: int) -> tuple[Tensor, RowsView]:
     """A tensor, or new memory of its shape where its strides are none that a kernel takes, and the view of it: address,
-    type, rows, size of the vocabulary, `_row_strides`."""
+    type, rows, size of the vocabulary, `row_strides`."""
     vocab = t.shape[-1]
-    strides = (max(rows, 1), 0, vocab) if t.is_contiguous() else _row_strides(t)
+    strides = (max(rows, 1), 0, vocab) if t.is_contiguous() else row_strides(t)
     if strides is None:
         t = torch.empty(t.shape, dtype=t.dtype, device=t.device)
         return _rows_view(t, rows)
