@@ -65,7 +65,7 @@ def raw_policy_loss(batch: dict[str, Tensor], config: fa.LossConfig) -> Callable
     inputs = op.Inputs(
         old_log_probs=old, mask=mask, cu_seqlens=None, advantages=batch["advantages"], turn_ids=None,
         segment_offsets=None, token_weights=None, row_weights=None, is_weights=None,
-        row_tokens=counts if by_row else None, scale=1 / divisor,
+        row_tokens=counts if by_row else None, divisor=divisor,
         rollout_log_probs=batch["rollout_log_probs"] if config.corrections else None,
         ref_log_probs=batch["ref_log_probs"] if config.kl else None,
     )  # fmt: skip

@@ -133,7 +133,7 @@ def policy_loss() -> list[Cost]:
     mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
     divisor = torch.tensor(float(mask.sum()), dtype=torch.float64)
     none: tuple[Any, ...] = (None,) * 15
-    inputs = loss_kernel.Inputs(*none)._replace(old_log_probs=old, mask=mask, advantages=advantages, scale=1 / divisor)
+    inputs = loss_kernel.Inputs(*none)._replace(old_log_probs=old, mask=mask, advantages=advantages, divisor=divisor)
     config = fa.LossConfig(dual_clip=3.0)
     formula = loss_kernel.Formula.of(config, 0)
     numbers = [float(x) for x in formula]

@@ -203,18 +203,21 @@ PolicyLossInputs policy_loss_inputs(const py::tuple& rows, const py::tuple& t, i
   return in;
 }
 
-// Returns the faults; sums gets what fastadv.ops._policy_loss_kernel.SUMS names, in its order.
-int py_policy_loss(const py::tuple& rows, const py::tuple& tensors, int advantage_kind, double scale, const py::tuple& formula,
-                   const py::object& gradient, const py::object& entropy_gradient, uintptr_t token_losses, uintptr_t sums, int threads) {
+// Returns the faults; sums and, if there, means get what fastadv.ops._policy_loss_kernel.SUMS names, in its order.
+int py_policy_loss(const py::tuple& rows, const py::tuple& tensors, int advantage_kind, uintptr_t divisor, const py::tuple& formula,
+                   const py::object& gradient, const py::object& entropy_gradient, uintptr_t token_losses, uintptr_t sums, uintptr_t means, int threads) {
   PolicyLossInputs in = policy_loss_inputs(rows, tensors, advantage_kind);
-  in.scale = scale;
+  const double numerator = formula[19].cast<double>();
+  const double* given = pointer<const double>(divisor);
+  in.scale = given ? scale_of(numerator, *given) : numerator;
   const PolicyLossRule rule = policy_loss_rule(formula);
   const PolicyLossOutputs out{token_view(gradient), token_view(entropy_gradient), pointer<float>(token_losses)};
   for (const TokenView& view : {out.gradient, out.entropy_gradient})
     if (view.dtype > DType::kFloat16) throw std::invalid_argument("gradients are float32, bfloat16 or float16");
   double* values = pointer<double>(sums);
+  float* metrics = pointer<float>(means);
   const py::gil_scoped_release release;
-  return policy_loss(in, rule, out, values, threads);
+  return policy_loss(in, rule, out, values, metrics, threads);
 }
 
 // (address, type, sizes of the leading dimensions, their strides, size of the vocabulary, its stride).

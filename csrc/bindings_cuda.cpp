@@ -156,7 +156,7 @@ void py_sequence_log_ratios(int device, uintptr_t stream, const py::tuple& rows,
 // dtype: of all per-token inputs. inputs, outputs: addresses in the order of PolicyLoss, and the segment table's size; formula: a Formula.
 void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dtype, const py::tuple& inputs, const py::tuple& formula,
                     const py::tuple& outputs, unsigned blocks) {
-  if (inputs.size() != 18 || formula.size() != 20 || outputs.size() != 8) throw std::invalid_argument("policy_loss: tuples of other lengths");
+  if (inputs.size() != 18 || formula.size() != 21 || outputs.size() != 9) throw std::invalid_argument("policy_loss: tuples of other lengths");
   // Without pybind11's casts, which for so many numbers would take as long as the launch.
   const auto in = [&](int i) { return uintptr_t(PyLong_AsSize_t(PyTuple_GET_ITEM(inputs.ptr(), i))); };
   const auto out = [&](int i) { return uintptr_t(PyLong_AsSize_t(PyTuple_GET_ITEM(outputs.ptr(), i))); };
@@ -170,12 +170,12 @@ void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dty
       pointer<const int64_t>(in(13)), pointer<const float>(in(14)), pointer<const float>(in(15)), pointer<const double>(in(16)),
       int64_t(in(17)),
       pointer<void>(out(0)), pointer<void>(out(1)), pointer<float>(out(2)), pointer<float>(out(3)), pointer<double>(out(4)),
-      pointer<float>(out(5)), pointer<double>(out(6)), pointer<unsigned>(out(7)),
+      pointer<float>(out(5)), pointer<float>(out(6)), pointer<double>(out(7)), pointer<unsigned>(out(8)),
       AdvantageKind(kind(0)),
       {number(2), number(3), number(4), number(5), number(6), number(7), number(8)},
       {Correction(kind(9)), number(10), number(11), number(12), number(13), number(14)},
       {Kl(kind(15)), KlGradient(kind(16)), number(17)},
-      number(18), 0, false, false};  // policy_loss() sets the last three
+      number(18), PyFloat_AsDouble(PyTuple_GET_ITEM(formula.ptr(), 20)), 0, false, false};  // policy_loss() sets the last three
   if (PyErr_Occurred()) throw py::error_already_set();
   policy_loss(Launcher("policy_loss", device, stream), DType(dtype), Loss(kind(1)), arguments, blocks);
 }

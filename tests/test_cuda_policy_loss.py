@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import cuda_kernels
@@ -337,6 +339,35 @@ def test_launches(name: str, expected: list[str], monkeypatch: pytest.MonkeyPatc
     recorded.calls.clear()
     loss.backward()
     assert recorded.calls == ["scale_gradient"]
+
+
+NO_LAUNCH = re.compile("empty|view|select|unbind|as_strided|expand|reshape|alias|detach|resolve|lift|slice|^aten::to$")
+
+
+def of_pytorch(call: Callable[[], object]) -> list[str]:
+    """PyTorch's own operations that would be launches on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    names = [event.name for event in profile.events() if event.name.startswith("aten::")]
+    return [name for name in names if not NO_LAUNCH.search(name)]
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo, rows", "ppo, segments", "ppo, icepop, k3"])
+def test_pytorch_launches_nothing_beside_the_kernel(name: str) -> None:
+    """Given the denominator, of metrics and of the backward too; else the counts of rollouts are added up."""
+    inputs = CASES[name].make(Shape(lengths=(5, 0, 3)).draw())
+    leaf, ones = inputs["log_probs"].requires_grad_(), torch.ones(())
+    if "weights" in inputs:
+        inputs["weights"] = inputs["weights"].double()  # of rollouts: in any other dtype they are converted
+
+    def loss_and_gradient(**denominator: Any) -> None:
+        torch.autograd.grad(CASES[name].call("cuda", **inputs, **denominator)["loss"], leaf, ones)
+
+    with fa.checks("off"):  # values of a GPU's tensors are not looked at
+        loss_and_gradient()  # the stream's counter is made
+        for divisor in (torch.tensor(8.0, dtype=torch.float64), 8.0):
+            assert of_pytorch(lambda d=divisor: loss_and_gradient(denominator=d)) == []
+        assert of_pytorch(loss_and_gradient).count("aten::sum") == 1
 
 
 class Nothing(torch.autograd.Function):

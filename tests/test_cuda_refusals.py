@@ -176,9 +176,9 @@ def test_more_blocks_than_a_grid_has(launcher: str) -> None:
 
 
 def test_fewer_blocks_than_the_loss_needs() -> None:
-    inputs, formula = (0,) * 18, (0,) * 20
+    inputs, formula = (0,) * 18, (0,) * 21
     with pytest.raises(ValueError, match=r"^policy_loss: too few blocks"):
-        cuda.module().policy_loss(0, 0, (1, 2**31, 0, 0), 0, inputs, formula, (0,) * 8, 1)
+        cuda.module().policy_loss(0, 0, (1, 2**31, 0, 0), 0, inputs, formula, (0,) * 9, 1)
 
 
 def test_a_grid_that_is_too_wide_is_refused_by_cuda() -> None:

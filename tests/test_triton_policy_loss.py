@@ -414,15 +414,16 @@ def test_upstream_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bytes_moved(dtype: torch.dtype, traffic: Traffic) -> None:
-    """Beside the tokens: a scale a program, and its 6 sums, which are read once and written as 13."""
+    """Beside the tokens: a scale a program, and its 6 sums, which are read once, the tokens by each of the 13 columns,
+    and written as 13 sums and means."""
     tokens = 3000
     leaf = torch.zeros(tokens, dtype=dtype, requires_grad=True)
     fa.policy_loss(
-        leaf, leaf.detach(), torch.ones(tokens, dtype=dtype), torch.ones(tokens, dtype=torch.bool), denominator=1.0,
-        backend="triton",
+        leaf, leaf.detach(), torch.ones(tokens, dtype=dtype), torch.ones(tokens, dtype=torch.bool),
+        denominator=torch.tensor(1.0), backend="triton",
     )  # fmt: skip
     programs = -(-tokens * dtype.itemsize // (BLOCK * 4))
-    sums = programs * 8 + programs * 6 * 4 + programs * 7 * 4 + 13 * 8
+    sums = programs * 8 + programs * 6 * 4 + programs * (7 + 13) * 4 + 13 * 12
     size, written = dtype.itemsize, 2 if dtype == torch.bfloat16 else 4
     assert traffic.read + traffic.written == kernels.bytes_moved(tokens, size=size, written=written) + sums
 

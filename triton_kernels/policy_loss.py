@@ -56,6 +56,7 @@ from fastadv.triton_kernels._policy_tokens import (
 )
 from torch import Tensor
 
+from fastadv.ops._policy_loss_kernel import scale_of
 from fastadv.rows import Rows
 
 if TYPE_CHECKING:
@@ -208,10 +209,20 @@ def row_scales_kernel(
     tl.store(row_scales + row, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
+@triton.jit
+def column_sum(start, count, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, count, BLOCK):
+        program = first + tl.arange(0, BLOCK)  # [BLOCK]
+        total += tl.load(start + program, mask=program < count, other=0.0).to(tl.float64)
+    return tl.sum(total)
+
+
 @triton.jit(do_not_specialize=["programs", "extended"])
 def finish_sums_kernel(
     partials,  # [13, programs] float32
     sums,  # [13] float64
+    means,  # [13] float32
     programs: tl.int64,
     extended: tl.int64,
     BLOCK: tl.constexpr,
@@ -224,11 +235,11 @@ def finish_sums_kernel(
             source = tl.zeros((), tl.int64) + LOSS_SUM
         if column > TOKENS:
             count = tl.zeros((), tl.int64)
-    total = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, count, BLOCK):
-        program = first + tl.arange(0, BLOCK)  # [BLOCK]
-        total += tl.load(partials + source * programs + program, mask=program < count, other=0.0).to(tl.float64)
-    tl.store(sums + column, tl.sum(total))
+    total = column_sum(partials + source * programs, count, BLOCK)
+    tokens = column_sum(partials + TOKENS * programs, programs, BLOCK)
+    tl.store(sums + column, total)
+    whole = (column == LOSS_SUM) | (column == POLICY_SUM) | (column == TOKENS)
+    tl.store(means + column, (total / tl.where(whole, 1.0, tl.maximum(tokens, 1.0))).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -262,6 +273,7 @@ def policy_loss(
     entropy_gradient: Tensor | None,
     token_losses: Tensor | None,
     sums: Tensor,
+    means: Tensor | None = None,
 ) -> int:
     """See `fastadv.ops._policy_loss_kernel.POLICY_LOSS`.
 
@@ -292,9 +304,10 @@ def policy_loss(
     def small(t: Tensor | None, kind: torch.dtype) -> Tensor:
         return nothing(sums.device, kind) if t is None else t
 
+    scale = scale_of(inputs.divisor, formula.numerator, sums.device)
     shared = bool(formula.shared_gradient) and gradient is not None
     present = (
-        *optional, (SCALE, inputs.scale), (OLD_LOG_PROBS, inputs.old_log_probs), (ROW_WEIGHTS, inputs.row_weights),
+        *optional, (SCALE, scale), (OLD_LOG_PROBS, inputs.old_log_probs), (ROW_WEIGHTS, inputs.row_weights),
         (ROW_TOKENS, inputs.row_tokens), (ENTROPY_GRADIENT, entropy_gradient), (TOKEN_LOSSES, token_losses),
         (SHARED, gradient if shared else None),
         # Without a penalty, the pass that writes the shares writes all there is.
@@ -325,11 +338,11 @@ def policy_loss(
             "entropy_gradient": entropy_written,
             "token_losses": partials if token_losses is None else token_losses,
             "segment_offsets": small(inputs.segment_offsets, torch.int64),
-            "row_scales": _row_scales(inputs, rows.count, given, sums),
+            "row_scales": _row_scales(inputs, scale, rows.count, given, sums),
             "row_log_ratios": small(inputs.row_log_ratios, torch.float32),
             "row_is_weights": small(inputs.row_is_weights, torch.float32),
             "cu_seqlens": cu_seqlens,
-            "scale": small(inputs.scale, torch.float64),
+            "scale": small(scale, torch.float64),
             "partials": partials,
             "pieces": pieces,
             "rows": rows.count,
@@ -356,10 +369,12 @@ def policy_loss(
         num_warps=WARPS,
         registers=_registers(dtype, formula.loss, formula.advantage_kind, extended),
     )
+    if means is None:
+        means = torch.empty_like(sums, dtype=torch.float32)
     launch(
         finish_sums_kernel,
         (COLUMNS,),
-        {"partials": partials, "sums": sums, "programs": programs, "extended": int(extended)},
+        {"partials": partials, "sums": sums, "means": means, "programs": programs, "extended": int(extended)},
         {"BLOCK": ROW_BLOCK},
     )
     if shared and rows.tokens:
@@ -403,7 +418,7 @@ def _turn_ids(turn_ids: Tensor | None, sums: Tensor) -> Tensor:
     return turn_ids.contiguous()
 
 
-def _row_scales(inputs: Inputs, rows: int, given: int, sums: Tensor) -> Tensor:
+def _row_scales(inputs: Inputs, scale: Tensor | None, rows: int, given: int, sums: Tensor) -> Tensor:
     """What each row's sum is multiplied by, where rows differ in that."""
     if not given & ROW_SCALES.value:
         return nothing(sums.device, torch.float32)
@@ -414,7 +429,7 @@ def _row_scales(inputs: Inputs, rows: int, given: int, sums: Tensor) -> Tensor:
         {
             "row_weights": sums if inputs.row_weights is None else inputs.row_weights,
             "row_tokens": nothing(sums.device, torch.int64) if inputs.row_tokens is None else inputs.row_tokens,
-            "scale": sums if inputs.scale is None else inputs.scale,
+            "scale": sums if scale is None else scale,
             "row_scales": scales,
             "rows": rows,
             "given": given,
@@ -460,7 +475,9 @@ def configurations() -> Iterator[Configuration]:
             "row_weights": "*fp64", "row_tokens": "*i64", "scale": "*fp64", "row_scales": "*fp32", "rows": "i64",
             "given": "i64",
         },
-        finish_sums_kernel: {"partials": "*fp32", "sums": "*fp64", "programs": "i64", "extended": "i64"},
+        finish_sums_kernel: {
+            "partials": "*fp32", "sums": "*fp64", "means": "*fp32", "programs": "i64", "extended": "i64",
+        },
     }  # fmt: skip
     for kernel, signature in small.items():
         yield _configuration(kernel, signature, {"BLOCK": ROW_BLOCK}, WARPS)

@@ -109,14 +109,9 @@ struct PolicyLossOutputs {
   TokenView gradient, entropy_gradient;  // null: not wanted
   float* token_losses = nullptr;         // null: not wanted
 };
-// What is summed over the batch; fastadv.ops._policy_loss_kernel.SUMS has the names in this order. Loss and policy are times the scale,
-// `policy` being the share without KL and entropy; the others are plain sums over tokens.
-enum PolicyLossSum : int {
-  kLossSum, kPolicySum, kClipped, kBounded, kSaturated, kNegativeLogRatio, kTokens, kKlSum, kEntropySum, kIsWeight, kRejected,
-  kCapped, kMissing, kPolicyLossSums
-};
-// Writes kPolicyLossSums numbers to `sums`; returns the faults.
-int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, int threads);
+// Writes kPolicyLossSums numbers to `sums`, and to `means`, if that is there, what they are as metrics; returns the faults.
+int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, float* means,
+                int threads);
 
 // ---- token_log_probs.cpp: log-softmax of rows of logits
 constexpr int kLeadingDims = 8;

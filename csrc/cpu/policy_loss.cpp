@@ -376,7 +376,7 @@ void share_gradients(const PolicyLossInputs& in, const PolicyLossRule& rule, con
 
 }  // namespace
 
-int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, int threads) {
+int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const PolicyLossOutputs& out, double* sums, float* means, int threads) {
   in.rows.validate();
   const int64_t count = block_count(in.rows);
   std::vector<Block> blocks(count);
@@ -406,6 +406,7 @@ int policy_loss(const PolicyLossInputs& in, const PolicyLossRule& rule, const Po
     for (int k = 0; k < kPolicyLossSums; ++k) sums[k] += block.sums[k];
     faults |= block.faults;
   }
+  for (int k = 0; means && k < kPolicyLossSums; ++k) means[k] = metric_of(PolicyLossSum(k), sums[k], sums[kTokens]);
   if (rule.shared_gradient && out.gradient.present()) share_gradients(in, rule, out, blocks, threads);
   return faults;
 }

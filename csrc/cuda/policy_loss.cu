@@ -55,13 +55,19 @@ __device__ void finish(const PolicyLoss& a, const PolicySums& sums) {
   }
 
   if (!last_block(a.counter)) return;
+  double* of_all = of_warps[0];  // what was there has been read
   for (int k = warp; k < kPolicyLossSums; k += kWarps) {
-    double of_all = 0.0;
-    for (int block = lane; block < blocks; block += kWarp) of_all += __ldcg(a.partials + k * int64_t{blocks} + block);
-    of_all = warp_sum(of_all);
-    if (lane == 0) a.sums[k] = of_all;
-    if (lane == 0 && k == kLossSum && a.loss) *a.loss = float(of_all);
+    double of_column = 0.0;
+    for (int block = lane; block < blocks; block += kWarp) of_column += __ldcg(a.partials + k * int64_t{blocks} + block);
+    of_column = warp_sum(of_column);
+    if (lane == 0) of_all[k] = of_column;
   }
+  __syncthreads();
+  if (threadIdx.x >= kPolicyLossSums) return;
+  const auto k = PolicyLossSum(threadIdx.x);
+  a.sums[k] = of_all[k];
+  if (a.means) a.means[k] = metric_of(k, of_all[k], of_all[kTokens]);
+  if (a.loss && k == kLossSum) *a.loss = float(of_all[k]);
 }
 
 // Tokens that a thread takes at once: 16 bytes of each input. Eight tokens of eight inputs would not fit into the registers.
@@ -70,22 +76,32 @@ __host__ __device__ constexpr int tokens_at_once() {
   return kExtended ? 4 : kLoadBytes / sizeof(T);
 }
 
+// Blocks of a processor at a time: as many as their registers allow without a spill on any architecture.
 template <Loss kLoss, bool kExtended, class T>
-__global__ void __launch_bounds__(kThreads, kExtended || sizeof(T) < 4 ? 3 : 4) policy_loss_kernel(const PolicyLoss a) {
+__host__ __device__ constexpr int resident_blocks() {
+  if (kExtended || sizeof(T) == 4) return kExtended ? 3 : 4;
+  return kLoss == Loss::kGspo ? 2 : 3;
+}
+
+template <Loss kLoss, bool kExtended, class T>
+__global__ void __launch_bounds__(kThreads, (resident_blocks<kLoss, kExtended, T>())) policy_loss_kernel(const PolicyLoss a) {
   constexpr int kTokens = tokens_at_once<kExtended, T>();
   constexpr int kBlock = kThreads * kTokens;
   const int64_t first = int64_t{blockIdx.x} * a.steps * kBlock;
   const int64_t left = a.rows.tokens > first ? a.rows.tokens - first : 0;
   const Chunk chunk{first, left < a.steps * kBlock ? int(left) : a.steps * kBlock};
+  __shared__ double scale;  // a division in float64, once a block
+  if (threadIdx.x == 0) scale = a.divisor ? scale_of(a.numerator, *a.divisor) : a.numerator;
+  __syncthreads();
   PolicySums sums;
   Row row;
-  if (chunk.count > 0) row.enter(a, chunk, 0, 0);  // the same search in all threads, which the cache then knows
+  if (chunk.count > 0) row.enter(a, scale, chunk, 0, 0);  // the same search in all threads, which the cache then knows
   for (int start = threadIdx.x * kTokens; start < chunk.count; start += kBlock) {
-    if (start >= row.end) row.enter(a, chunk, start, row.row);
+    if (start >= row.end) row.enter(a, scale, chunk, start, row.row);
     const bool together = a.aligned && start + kTokens <= row.end;
     if (together && add_tokens<kLoss, kExtended, T, kTokens>(a, row, chunk.first, start, sums)) continue;
     for (int at = start; at < start + kTokens && at < chunk.count; ++at) {
-      if (at >= row.end) row.enter(a, chunk, at, row.row);
+      if (at >= row.end) row.enter(a, scale, chunk, at, row.row);
       add_tokens<kLoss, kExtended, T, 1>(a, row, chunk.first, at, sums);
     }
   }

@@ -11,12 +11,6 @@ namespace fastadv::cuda {
 
 enum class AdvantageKind : int { kToken = 0, kRow = 1, kSegment = 2 };
 
-// What is summed over the batch; fastadv.ops._policy_loss_kernel.SUMS has the names in this order.
-enum PolicyLossSum : int {
-  kLossSum, kPolicySum, kClipped, kBounded, kSaturated, kNegativeLogRatio, kTokens, kKlSum, kEntropySum, kIsWeight, kRejected,
-  kCapped, kMissing, kPolicyLossSums
-};
-
 // Null stands for absence.
 struct PolicyLoss {
   Rows rows;
@@ -39,7 +33,7 @@ struct PolicyLoss {
   const int64_t* row_tokens;       // each row's sum is divided by it
   const float* row_log_ratios;     // of sequence losses
   const float* row_is_weights;
-  const double* scale;             // one number, which everything is multiplied by
+  const double* divisor;           // one number: everything is multiplied by scale_of(numerator, *divisor)
   int64_t segments;                // of the segment table
 
   // Written, per token: bfloat16 if the inputs are, else float.
@@ -49,6 +43,7 @@ struct PolicyLoss {
   float* shared;     // policy gradients that the tokens of a row share; `gradient` is then without them
   double* sums;      // [kPolicyLossSums]
   float* loss;       // one number, sums[kLossSum]
+  float* means;      // [kPolicyLossSums]: the sums as metrics
   double* partials;  // [kPolicyLossSums, blocks]
   unsigned* counter; // 0 between launches
 
@@ -57,6 +52,7 @@ struct PolicyLoss {
   CorrectionParameters correction;
   KlParameters kl;
   float entropy_coef;
+  double numerator;  // without a divisor, the scale itself
   int steps;     // of a block
   bool by_row;   // anything is per row
   bool aligned;  // 16 bytes can be moved at a time

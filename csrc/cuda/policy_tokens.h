@@ -21,8 +21,8 @@ struct Row {
   const float* table;  // advantages of its segments
   int turns;
 
-  // The row of the chunk's token `at`, which lies in row `least` or behind it if it is in any.
-  __device__ void enter(const PolicyLoss& a, const Chunk& chunk, int at, int64_t least) {
+  // The row of the chunk's token `at`, which lies in row `least` or behind it if it is in any. `of_all`: the batch's scale.
+  __device__ void enter(const PolicyLoss& a, const double& of_all, const Chunk& chunk, int at, int64_t least) {
     row = 0;
     end = chunk.count;
     bool held = true;
@@ -35,7 +35,7 @@ struct Row {
     }
     const double weight = a.row_weights ? a.row_weights[row] : 1.0;
     counts = weight != 0.0 || !held;
-    scale = float(weight * (a.scale ? *a.scale : 1.0));
+    scale = float(weight * of_all);
     if (a.row_tokens) scale = scale / float(a.row_tokens[row] > 1 ? a.row_tokens[row] : 1);
     if (!held) scale = NAN;  // of a token in no row nobody knows what it counts for
     advantage = a.kind == AdvantageKind::kRow ? a.advantages[row] : 0.0f;

@@ -227,10 +227,18 @@ def selection(
 # ---- denominators ----------------------------------------------------------------------------------------------------
 
 
+class Scale(NamedTuple):
+    """What the sum is multiplied by: the numerator over the divisor, and NaN unless that is positive."""
+
+    numerator: float = 1.0
+    divisor: Tensor | None = None  # 0-d float64; None: 1
+    row_tokens: Tensor | None = None  # [B] int64: what each row is divided by first
+
+
 def scale(
     op: str, config: LossConfig, denominator: Any, mask: Tensor, rows: Rows, row_tokens: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor | None]:
-    """What the sum is multiplied by (0-d float64), and the tokens of each row where rows are divided by them."""
+) -> Scale:
+    """What the sum over a batch is multiplied by. The backend divides: no operation is launched for it here."""
     name, horizon, ranks = config.denominator_name, config.horizon, 1
     by_row = config.loss_agg_mode == "seq-mean-token-mean"
     if row_tokens is not None:
@@ -262,14 +270,15 @@ def scale(
     else:
         horizon = None
 
-    if not isinstance(divisor, Tensor):  # filled on the device: no copy, no wait
+    numerator = ranks / (horizon or 1)
+    if not isinstance(divisor, Tensor) and torch.compiler.is_compiling():
+        # A number in the formula would be a constant of the graph, which is compiled again for the next one.
         divisor = torch.full((), divisor, dtype=torch.float64, device=mask.device)
-    divisor = divisor.to(torch.float64).to(mask.device).reshape(())
-    # What must not be there gives NaN. Without a token the numerator is 0 and stays so, whatever this is.
-    factor = torch.where(divisor > 0, ranks / divisor, torch.nan)
-    if horizon is not None:
-        factor = factor / horizon
-    return factor, (counts if row_tokens is None else row_tokens) if by_row else None
+    if not isinstance(divisor, Tensor):
+        numerator, divisor = numerator / divisor if divisor > 0 else math.nan, None
+    elif divisor.dtype != torch.float64 or divisor.dim() or divisor.device != mask.device:
+        divisor = divisor.to(torch.float64).to(mask.device).reshape(())
+    return Scale(numerator, divisor, (counts if row_tokens is None else row_tokens) if by_row else None)
 
 
 def _number(op: str, denominator: Any) -> Any:

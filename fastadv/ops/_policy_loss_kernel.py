@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from fastadv import cuda, native, validation
 from fastadv.kernels import Kernel
 from fastadv.losses import CORRECTIONS, KL_ESTIMATORS, KL_GRADIENTS, NATIVE_LOSSES, LossConfig
 from fastadv.ops import _loss_arguments as arguments
-from fastadv.ops._register import first_order, native_op
+from fastadv.ops._register import first_order, native_op, needs_dispatcher
 from fastadv.rows import Rows
 
 # What the kernel sums over the batch, in its order.
@@ -35,7 +36,7 @@ class Inputs(NamedTuple):
     row_weights: Tensor | None  # [B] float64
     is_weights: Tensor | None
     row_tokens: Tensor | None  # [B] int64: each row's sum is divided by it
-    scale: Tensor | None  # 0-d float64 that the sum is multiplied by
+    divisor: Tensor | None  # 0-d float64: the sum is multiplied by Formula.numerator over it; NaN unless positive
     rollout_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     row_log_ratios: Tensor | None = None  # [B]; float32 for the kernel
@@ -65,9 +66,10 @@ class Formula(NamedTuple):
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     shared_gradient: int = 0
+    numerator: float = 1.0  # what the sum is multiplied by, where there is no divisor
 
     @classmethod
-    def of(cls, config: LossConfig, advantage_kind: int) -> Formula:
+    def of(cls, config: LossConfig, advantage_kind: int, numerator: float = 1.0) -> Formula:
         """The numbers of a configuration whose loss has a kernel."""
         formula = cls(
             advantage_kind,
@@ -81,6 +83,7 @@ class Formula(NamedTuple):
             config.tau_neg,
             entropy_coef=config.entropy_coef,
             shared_gradient=int(config.loss == "gspo" and config.sequence_gradient == "mean"),
+            numerator=numerator,
         )
         if config.corrections:
             formula = formula._replace(
@@ -113,6 +116,7 @@ def _cpu(
     entropy_gradient: Tensor | None,
     token_losses: Tensor | None,
     sums: Tensor,
+    means: Tensor | None = None,
 ) -> int:
     rows = Rows.trusted(log_probs, inputs.cu_seqlens)
     per_token = (
@@ -125,12 +129,13 @@ def _cpu(
         native.rows(rows),
         (*map(native.view, per_token), offsets, *map(native.address, per_row)),
         formula.advantage_kind,
-        1.0 if inputs.scale is None else float(inputs.scale),
+        native.address(inputs.divisor),
         formula[1:],
         native.view(gradient),
         native.view(entropy_gradient),
         native.address(token_losses),
         sums.data_ptr(),
+        native.address(means),
         native.threads(rows.tokens),
     )
     return faults
@@ -150,6 +155,7 @@ def _cuda(
     entropy_gradient: Tensor | None,
     value: Tensor | None,
     sums: Tensor,
+    means: Tensor | None = None,
 ) -> int:
     """Per-token inputs that are not contiguous or differ in dtype are copied first, to float32; an output that is not
     contiguous, or not in the dtype that the kernel writes, is copied last. Each takes a pass."""
@@ -171,7 +177,7 @@ def _cuda(
     small = (
         mask, None if turn_ids is None else turn_ids.contiguous(), None if by_token else inputs.advantages,
         inputs.segment_offsets, inputs.row_weights, inputs.row_tokens, inputs.row_log_ratios, inputs.row_is_weights,
-        inputs.scale,
+        inputs.divisor,
     )  # fmt: skip
     tokens, cu_seqlens, shape = log_probs.numel(), inputs.cu_seqlens, log_probs.shape
     segments = inputs.advantages.numel()  # where these are a table
@@ -205,6 +211,7 @@ def _cuda(
             address(shares) if shared else 0,
             sums.data_ptr(),
             0 if per_token else address(value),
+            address(means),
             partials.data_ptr(),
             counter.data_ptr(),
         ),
@@ -236,6 +243,7 @@ def _written(output: Tensor, dtype: torch.dtype) -> Tensor:
 #   token_losses: weighted token losses, float32, contiguous, like log_probs. None: not computed. On WRITES_LOSS it may
 #     be 0-d instead, for the loss.
 #   sums: [13] float64, loss * scale and the other sums of SUMS.
+#   means: [13] float32, the sums as metrics: divided by the tokens, but for loss, policy and tokens. None: not there.
 POLICY_LOSS = Kernel("policy_loss", cpu=_cpu, triton="policy_loss", cuda=_cuda)
 WRITES_LOSS = ("cuda",)  # a copy of the sum would be a launch of its own
 
@@ -260,11 +268,67 @@ def _scale_cuda(gradient: Tensor, factor: Tensor) -> int:
 SCALE_GRADIENT = Kernel("scale_gradient", cpu=_scale_cpu, triton="policy_loss", cuda=_scale_cuda)
 
 
-def _gradient_dtype(dtype: torch.dtype, formula: list[float]) -> torch.dtype:
+def scale_of(divisor: Tensor | None, numerator: float, device: torch.device) -> Tensor | None:
+    """What the sum is multiplied by, 0-d float64, for backends that do not divide themselves; None for 1."""
+    if divisor is None:
+        return None if numerator == 1.0 else torch.full((), numerator, dtype=torch.float64, device=device)
+    # What must not be there gives NaN. Without a token the numerator is 0 and stays so, whatever this is.
+    return torch.where(divisor > 0, numerator / divisor, torch.nan)
+
+
+class Results(NamedTuple):
+    """What a call of the kernel gives; `sums` and `means` are described at POLICY_LOSS."""
+
+    loss: Tensor  # 0-d, or like the log-probs: float32
+    gradients: list[Tensor | None]  # by log_probs and by entropy, where they are wanted
+    sums: Tensor
+    means: Tensor
+
+
+def _run(
+    backend: str,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: Inputs,
+    formula: Formula,
+    wanted: Sequence[bool],
+    per_token: bool,
+) -> Results:
+    device = log_probs.device
+    gradients = [
+        native.empty(t.shape, _gradient_dtype(t.dtype, formula), device) if is_wanted and t is not None else None
+        for t, is_wanted in zip((log_probs, entropy), wanted, strict=True)
+    ]
+    loss = (
+        native.empty(log_probs.shape, torch.float32, device)
+        if per_token
+        else torch.empty((), device=device, dtype=torch.float32)
+    )
+    sums = torch.empty(len(SUMS), dtype=torch.float64, device=device)
+    means = torch.empty(len(SUMS), dtype=torch.float32, device=device)
+    writes = per_token or backend in WRITES_LOSS
+    faults = POLICY_LOSS(
+        backend, log_probs, entropy, inputs, formula, *gradients, loss if writes else None, sums, means
+    )
+    if faults:
+        validation.native_faults("policy_loss", faults)
+    if not writes:
+        loss.copy_(sums[0])
+    return Results(loss, gradients, sums, means)
+
+
+def _gradient_dtype(dtype: torch.dtype, formula: Formula) -> torch.dtype:
     """Float16 gradients stay float32 until the upstream gradient has multiplied them: without the loss scale that it
     carries, most would be 0. A gradient that a rollout shares is a sum, to be rounded once."""
-    shared = formula[-1] != 0  # Formula.shared_gradient
-    return torch.float32 if dtype == torch.float16 or shared else dtype
+    return torch.float32 if dtype == torch.float16 or formula.shared_gradient else dtype
+
+
+# ---- the registered op, for graphs -----------------------------------------------------------------------------------
+
+
+def _formula(numbers: list[float]) -> Formula:
+    kind, loss, *rest = numbers
+    return Formula(int(kind), int(loss), *rest)  # type: ignore[arg-type]
 
 
 def _fake(
@@ -275,14 +339,15 @@ def _fake(
     formula: list[float],
     gradients: list[bool],
     per_token: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value = log_probs.new_empty(log_probs.shape if per_token else (), dtype=torch.float32)
     like_entropy = log_probs if entropy is None else entropy
     buffers = [
-        t.new_empty(t.shape if wanted else (0,), dtype=_gradient_dtype(t.dtype, formula))
+        t.new_empty(t.shape if wanted else (0,), dtype=_gradient_dtype(t.dtype, _formula(formula)))
         for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
     ]
-    return value, *buffers, log_probs.new_empty(len(SUMS), dtype=torch.float64)  # type: ignore[return-value]
+    sums, means = (log_probs.new_empty(len(SUMS), dtype=dtype) for dtype in (torch.float64, torch.float32))
+    return value, *buffers, sums, means  # type: ignore[return-value]
 
 
 def _of_counted(grad_loss: Tensor, given: Inputs) -> Tensor:
@@ -319,30 +384,33 @@ def launch(
     formula: list[float],
     gradients: list[bool],
     per_token: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given, numbers = Inputs(*inputs), _formula(formula)  # type: ignore[arg-type]
+    loss, found, sums, means = _run(backend, log_probs, entropy, given, numbers, gradients, per_token)
     like_entropy = log_probs if entropy is None else entropy
-    gradient, entropy_gradient = (
-        native.empty(t.shape if wanted else (0,), _gradient_dtype(t.dtype, formula), t.device)
-        for t, wanted in zip((log_probs, like_entropy), gradients, strict=True)
+    by_log_prob, by_entropy = (
+        torch.empty(0, dtype=_gradient_dtype(t.dtype, numbers), device=t.device) if g is None else g
+        for t, g in zip((log_probs, like_entropy), found, strict=True)
     )
-    value = native.empty(log_probs.shape if per_token else (), torch.float32, log_probs.device)
-    sums = torch.empty(len(SUMS), dtype=torch.float64, device=log_probs.device)
-    kind, loss, *numbers = formula
-    faults = POLICY_LOSS(
-        backend,
-        log_probs,
-        entropy,
-        Inputs(*inputs),  # type: ignore[arg-type]
-        Formula(int(kind), int(loss), *numbers),  # type: ignore[arg-type]
-        gradient if gradients[0] else None,
-        entropy_gradient if gradients[1] else None,
-        value if per_token or backend in WRITES_LOSS else None,
-        sums,
-    )
-    validation.native_faults("policy_loss", faults)
-    if not per_token and backend not in WRITES_LOSS:
-        value.copy_(sums[0])
-    return value, gradient, entropy_gradient, sums
+    return loss, by_log_prob, by_entropy, sums, means
+
+
+def run(
+    backend: str,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    inputs: Inputs,
+    formula: Formula,
+    wanted: Sequence[bool],
+    per_token: bool,
+) -> Results:
+    """Runs the kernel into new memory, without autograd. `wanted`: which gradients."""
+    if not needs_dispatcher((log_probs, entropy, *inputs)):  # the registered op would take lists and floats, and time
+        return _run(backend, log_probs, entropy, inputs, formula, wanted, per_token)
+    numbers = [float(x) for x in formula]
+    loss, *gradients, sums, means = launch(backend, log_probs, entropy, list(inputs), numbers, list(wanted), per_token)
+    found = [g if is_wanted else None for g, is_wanted in zip(gradients, wanted, strict=True)]
+    return Results(loss, found, sums, means)
 
 
 class PolicyLoss(torch.autograd.Function):
@@ -358,35 +426,40 @@ class PolicyLoss(torch.autograd.Function):
         formula: Formula,
         per_token: bool,
         backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        value, *ctx.gradients, sums = launch(
-            backend, log_probs, entropy, list(inputs), list(formula), ctx.wanted, per_token
-        )
-        ctx.save_for_backward(*(validation.saveable(t) for t in (log_probs, entropy, *inputs)))
-        ctx.formula, ctx.per_token, ctx.backend = list(formula), per_token, backend
-        ctx.mark_non_differentiable(sums)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.wanted = ctx.needs_input_grad[:2]
+        loss, ctx.gradients, sums, means = run(backend, log_probs, entropy, inputs, formula, ctx.wanted, per_token)
+        ctx.save_for_backward(*map(validation.saveable, (log_probs, entropy, *inputs)))
+        ctx.formula, ctx.per_token, ctx.backend = formula, per_token, backend
+        ctx.dtypes = (log_probs.dtype, None if entropy is None else entropy.dtype)
+        ctx.mark_non_differentiable(sums, means)
         ctx.set_materialize_grads(False)  # or zeros would be made for the sums
-        return value, sums
+        return loss, sums, means
 
     @staticmethod
     @first_order("policy_loss")
-    def backward(ctx: Any, grad_loss: Tensor | None, grad_sums: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return (None,) * 6
-        log_probs, entropy, *inputs = ctx.saved_tensors  # raises where the graph was freed
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            _, *gradients, _ = launch(ctx.backend, log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
-        if ctx.per_token:
-            grad_loss = _of_counted(grad_loss, Inputs(*inputs))
-        for gradient, wanted in zip(gradients, ctx.wanted, strict=True):
-            if wanted and ctx.per_token:
-                gradient.mul_(grad_loss)
-            elif wanted:
-                SCALE_GRADIENT(ctx.backend, gradient, grad_loss)
-        mine = [
-            g.to(t.dtype) if wanted else None
-            for g, t, wanted in zip(gradients, (log_probs, entropy), ctx.wanted, strict=True)
-        ]
-        return (*mine, None, None, None, None)
+        if gradients is None or ctx.per_token:
+            log_probs, entropy, *tensors = ctx.saved_tensors  # raises where the graph was freed
+            inputs = Inputs(*tensors)
+            if gradients is None:
+                again = run(ctx.backend, log_probs, entropy, inputs, ctx.formula, ctx.wanted, ctx.per_token)
+                gradients = again.gradients
+            if ctx.per_token:
+                grad_loss = _of_counted(grad_loss, inputs)
+        by_log_prob, by_entropy = (
+            None if g is None else _scaled(ctx, g, grad_loss, dtype)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return by_log_prob, by_entropy, None, None, None, None
+
+
+def _scaled(ctx: Any, gradient: Tensor, grad_loss: Tensor, dtype: torch.dtype) -> Tensor:
+    if ctx.per_token:
+        gradient.mul_(grad_loss)
+    else:
+        SCALE_GRADIENT(ctx.backend, gradient, grad_loss)
+    return gradient if gradient.dtype == dtype else gradient.to(dtype)

@@ -52,10 +52,10 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         def once(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
             with torch.no_grad():
                 result = backward(ctx, *grads)
-            if not torch.is_grad_enabled():
-                return result
             return tuple(_raises(message, x) if isinstance(x, Tensor) else x for x in result)
 
         return once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from fastadv import dispatch, native, validation
 from fastadv.losses import NATIVE_LOSSES, SELECTING_LOSSES, SEQUENCE_LOSSES, LossConfig, loss_config
 from fastadv.ops import _loss_arguments as arguments
 from fastadv.ops._loss_arguments import ROW, SEGMENT, TOKEN
-from fastadv.ops._policy_loss_kernel import SUMS, Formula, Inputs, PolicyLoss, launch
+from fastadv.ops._policy_loss_kernel import SUMS, Formula, Inputs, PolicyLoss, launch, run, scale_of
 from fastadv.ops.token_counts import Denominators
 from fastadv.reference import policy_loss as reference
 from fastadv.reference.policy_loss import TokenInputs
@@ -170,11 +171,9 @@ def policy_loss(
         validation.mask_values(op, "mask", mask)
     if backend != "reference":
         mask = native.as_mask(mask)
-    scale, row_tokens = (
-        arguments.scale(op, config, denominator, mask, rows, row_tokens, backend)
-        if reduction == "loss"
-        else (None, None)
-    )
+    scale = arguments.Scale()
+    if reduction == "loss":
+        scale = arguments.scale(op, config, denominator, mask, rows, row_tokens, backend)
     by_rollout = config.loss in SEQUENCE_LOSSES or any(c.level != "token" or c.veto for c in config.corrections)
     active = arguments.active(mask, token_weights) if by_rollout else mask  # nothing else looks at whole rollouts
     old = log_probs.detach() if old_log_probs is None else old_log_probs
@@ -195,8 +194,8 @@ def policy_loss(
         token_weights=token_weights,
         row_weights=row_weights,
         is_weights=is_weights,
-        row_tokens=row_tokens,
-        scale=scale,
+        row_tokens=scale.row_tokens,
+        divisor=scale.divisor,
         rollout_log_probs=rollout_log_probs,
         ref_log_probs=ref_log_probs,
         row_log_ratios=row_log_ratios,
@@ -207,10 +206,21 @@ def policy_loss(
         raise ValueError(f"{op}: selected is given, but the {config.loss!r} loss selects nothing; leave it out")
     if backend == "reference":
         chosen = (selected, denominator is None)
-        loss, sums = _reference(op, log_probs, entropy, inputs, given.kind, rows, config, chosen, per_token)
+        reduced = _reference(
+            op, log_probs, entropy, inputs, given.kind, rows, config, scale.numerator, chosen, per_token
+        )
     else:
-        loss, sums = _native(backend, log_probs, entropy, inputs, given.kind, config, per_token)
-    return LossOutput(loss, _metrics(sums, config, inputs, entropy) | row_metrics)
+        formula = Formula.of(config, given.kind, scale.numerator)
+        reduced = _native(backend, log_probs, entropy, inputs, formula, per_token)
+    return LossOutput(reduced.loss, _metrics(reduced, config, inputs, entropy) | row_metrics)
+
+
+class _Reduced(NamedTuple):
+    """A loss and what its metrics are made of."""
+
+    loss: Tensor
+    means: Mapping[str, Tensor]  # by names of SUMS, 0-d float32; "policy" is no mean but a share of the loss
+    tokens: Tensor  # 0-d float64
 
 
 def _native(
@@ -218,28 +228,26 @@ def _native(
     log_probs: Tensor,
     entropy: Tensor | None,
     inputs: Inputs,
-    kind: int,
-    config: LossConfig,
+    formula: Formula,
     per_token: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    def floats(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.to(torch.float32).contiguous()
-
-    inputs = inputs._replace(
-        advantages=inputs.advantages if kind == TOKEN else inputs.advantages.to(torch.float32).contiguous(),
-        row_log_ratios=floats(inputs.row_log_ratios),
-        row_is_weights=floats(inputs.row_is_weights),
-    )
-    formula = Formula.of(config, kind)
+) -> _Reduced:
+    by_row = {"row_log_ratios": inputs.row_log_ratios, "row_is_weights": inputs.row_is_weights}
+    if formula.advantage_kind != TOKEN:
+        by_row["advantages"] = inputs.advantages
+    given = {name: t.to(torch.float32).contiguous() for name, t in by_row.items() if t is not None}
+    if given:
+        inputs = inputs._replace(**given)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (log_probs, entropy)]
-    if torch.compiler.is_compiling() or not any(wanted):
+    if torch.compiler.is_compiling():
         numbers = [float(x) for x in formula]
-        loss, *_, sums = launch(backend, log_probs, entropy, list(inputs), numbers, wanted, per_token)
-    else:
-        loss, sums = PolicyLoss.apply(  # type: ignore[no-untyped-call]
+        loss, *_, sums, means = launch(backend, log_probs, entropy, list(inputs), numbers, wanted, per_token)
+    elif any(wanted):
+        loss, sums, means = PolicyLoss.apply(  # type: ignore[no-untyped-call]
             log_probs, entropy, inputs, formula, per_token, backend
         )
-    return loss, dict(zip(SUMS, sums.unbind(), strict=True))
+    else:
+        loss, _, sums, means = run(backend, log_probs, entropy, inputs, formula, wanted, per_token)
+    return _Reduced(loss, dict(zip(SUMS, means.unbind(), strict=True)), sums[SUMS.index("tokens")])
 
 
 def _reference(
@@ -250,9 +258,10 @@ def _reference(
     kind: int,
     rows: Rows,
     config: LossConfig,
+    numerator: float,
     chosen: tuple[Tensor | None, bool],
     per_token: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> _Reduced:
     validation.mask_values(op, "mask", inputs.mask)
     old_log_probs = log_probs.detach() if inputs.old_log_probs is None else inputs.old_log_probs
     floats = (
@@ -299,10 +308,14 @@ def _reference(
         row_log_ratios=cast(inputs.row_log_ratios),
         row_is_weights=cast(inputs.row_is_weights),
     )
-    scale = 1.0 if inputs.scale is None else inputs.scale
-    token_losses, loss, sums = reference.policy_loss(tokens, rows, config, scale, inputs.row_tokens)
+    scale = scale_of(inputs.divisor, numerator, log_probs.device)
+    token_losses, loss, sums = reference.policy_loss(
+        tokens, rows, config, 1.0 if scale is None else scale, inputs.row_tokens
+    )
     out = torch.float64 if log_probs.dtype == torch.float64 else torch.float32
-    return (token_losses if per_token else loss).to(out), sums
+    count = sums["tokens"].clamp(min=1)
+    means = {name: (total if name == "policy" else total / count).to(torch.float32) for name, total in sums.items()}
+    return _Reduced((token_losses if per_token else loss).to(out), means, sums["tokens"])
 
 
 def _looked_up(op: str, values: Tensor, turn_ids: Tensor, offsets: Tensor, mask: Tensor, rows: Rows) -> Tensor:
@@ -317,7 +330,7 @@ def _looked_up(op: str, values: Tensor, turn_ids: Tensor, offsets: Tensor, mask:
     return torch.where(inside, looked_up, torch.where(outside, torch.nan, 0.0))
 
 
-def _metrics(sums: dict[str, Tensor], config: LossConfig, inputs: Inputs, entropy: Tensor | None) -> dict[str, Tensor]:
+def _metrics(reduced: _Reduced, config: LossConfig, inputs: Inputs, entropy: Tensor | None) -> dict[str, Tensor]:
     names = {"clip_fraction": "clipped", "dual_clip_fraction": "bounded", "saturated_fraction": "saturated"}
     if inputs.old_log_probs is not None:
         names["approx_kl"] = "negative_log_ratio"
@@ -332,10 +345,8 @@ def _metrics(sums: dict[str, Tensor], config: LossConfig, inputs: Inputs, entrop
         names |= {"is_missing_fraction": "missing"}
         if config.token_correction is not None:
             names |= {"is_capped_fraction": "capped"}
-    tokens = sums["tokens"]
-    means = torch.stack([sums[name] for name in names.values()]) / tokens.clamp(min=1)
-    metrics = dict(zip(names, means.to(torch.float32).unbind(), strict=True))
-    metrics["tokens"] = tokens
     if inputs.ref_log_probs is not None or entropy is not None:
-        metrics["policy_loss"] = sums["policy"].to(torch.float32)
+        names["policy_loss"] = "policy"
+    metrics = {name: reduced.means[of] for name, of in names.items()}
+    metrics["tokens"] = reduced.tokens
     return metrics

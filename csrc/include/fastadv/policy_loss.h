@@ -3,11 +3,29 @@
 // The specification is fastadv/reference/policy_terms.py; the CPU and the CUDA kernels call these.
 #pragma once
 
+#include <cmath>
+
 #include "fastadv/portability.h"
 
 namespace fastadv {
 
 enum class Loss : int { kReinforce = 0, kPpo = 1, kCispo = 2, kSapo = 3, kGspo = 4 };
+
+// What is summed over the batch; fastadv.ops._policy_loss_kernel.SUMS has the names in this order. Loss and policy are times the
+// scale, `policy` being the share without KL and entropy; the others are plain sums over tokens.
+enum PolicyLossSum : int {
+  kLossSum, kPolicySum, kClipped, kBounded, kSaturated, kNegativeLogRatio, kTokens, kKlSum, kEntropySum, kIsWeight, kRejected,
+  kCapped, kMissing, kPolicyLossSums
+};
+
+// A sum as it is reported: a mean over the tokens that count, or the loss itself.
+FASTADV_INLINE float metric_of(PolicyLossSum which, double sum, double tokens) {
+  if (which == kLossSum || which == kPolicySum || which == kTokens) return float(sum);
+  return float(sum / (tokens < 1.0 ? 1.0 : tokens));
+}
+
+// What the sum over tokens is multiplied by. A divisor that must not be there gives NaN.
+FASTADV_INLINE double scale_of(double numerator, double divisor) { return divisor > 0.0 ? numerator / divisor : double(NAN); }
 
 struct LossParameters {
   float ratio_low;        // 1 - clip_low
