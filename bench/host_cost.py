@@ -157,16 +157,26 @@ def policy_loss() -> list[Cost]:
         leaf.grad = None
         loss_kernel.PolicyLoss.apply(leaf, None, inputs, formula, False, "cuda")[0].backward()
 
+    def in_graph() -> object:
+        return loss_kernel.PolicyLoss.apply(leaf, None, inputs, formula, False, "cuda")
+
     def nothing() -> None:
         leaf.grad = None
         Nothing.apply(leaf, value, gradient).backward()
 
     registered = torch.ops.fastadv.policy_loss
     return [
+        Cost(
+            "nothing",
+            "an autograd.Function of PyTorch's, forward",
+            microseconds(lambda: Nothing.apply(leaf, value, gradient)),
+        ),
         Cost("nothing", "an autograd.Function of PyTorch's, with backward", microseconds(nothing)),
         *on_both("policy_loss", raw),
+        Cost("policy_loss", "kernel in autograd, forward", microseconds(in_graph), AUTOGRAD),
         Cost("policy_loss", "kernel in autograd, with backward", microseconds(autograd_alone), AUTOGRAD),
         Cost("policy_loss", "public", microseconds(lambda: public(log_probs))),
+        Cost("policy_loss", "public, forward in a graph", microseconds(lambda: public(leaf)), AUTOGRAD),
         Cost("policy_loss", "public, with backward", microseconds(with_gradient), AUTOGRAD),
         Cost(
             "policy_loss",

@@ -1,6 +1,6 @@
 // What is done with the policy loss's gradient afterwards, a launch each.
 //
-// A gradient that rollouts share: a block a row reads 4 bytes of the gradient and 1 of the mask a token, and 1 of the mask
+// A gradient that rollouts share: a block a row, 16 bytes at a time, reads 4 bytes of the gradient and 1 of the mask a token, and 1 of the mask
 // again, and writes 4; 4 more of a penalty's gradient, and of each of two reads of token weights, where there are any.
 // A gradient that is scaled: nothing where the factor is 1, else it is read and written.
 #include "cuda/kernels.h"
@@ -14,28 +14,67 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kSharingBlocks = 4;  // that a multiprocessor must hold: asked for none, the compiler spills registers to hold more
+constexpr int kSharedTokens = 4;  // of a thread at once: 16 bytes of the gradient
 constexpr unsigned kScalingBlocks = 1024;  // as many as run at once on a large GPU; each goes over the rest
 
+// What is shared, null standing for absence. `shared` may be `gradient`.
 template <class T>
-__device__ bool counts(const uint8_t* mask, const T* token_weights, int64_t token) {
-  return mask[token] != 0 && (!token_weights || to_float(token_weights[token]) != 0.0f);
-}
+struct SharedGradients {
+  Rows rows;
+  const uint8_t* mask;
+  const T* token_weights;
+  const float* shared;  // policy gradients before
+  float* gradient;      // what each token gets
+  bool add;             // beside what is there
+  bool aligned;
+};
+
+// A row's tokens at a multiple of kSharedTokens: whether each is the row's and counts. Neighbours that are another row's are
+// left alone, since its block may be writing them.
+template <class T>
+struct Counted {
+  bool all;  // are the row's, and can be moved at once
+  bool row[kSharedTokens], on[kSharedTokens];
+
+  __device__ Counted(const SharedGradients<T>& a, int64_t begin, int64_t end, int64_t at)
+      : all(a.aligned && at >= begin && at + kSharedTokens <= end) {
+#pragma unroll
+    for (int i = 0; i < kSharedTokens; ++i) row[i] = at + i >= begin && at + i < end;
+    const auto mask = load(a.mask, at, uint8_t{0});
+    Vector<T, kSharedTokens> weights;
+    if (a.token_weights) weights = load(a.token_weights, at, from_float<T>(0.0f));
+#pragma unroll
+    for (int i = 0; i < kSharedTokens; ++i)
+      on[i] = mask.values[i] != 0 && (!a.token_weights || to_float(weights.values[i]) != 0.0f);
+  }
+  template <class X>
+  __device__ Vector<X, kSharedTokens> load(const X* from, int64_t at, X other) const {
+    if (all) return load_vector<kSharedTokens>(from + at);
+    Vector<X, kSharedTokens> v;
+#pragma unroll
+    for (int i = 0; i < kSharedTokens; ++i) v.values[i] = row[i] ? from[at + i] : other;
+    return v;
+  }
+};
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kSharingBlocks)
-share_gradients_kernel(Rows rows, const uint8_t* __restrict__ mask, const T* __restrict__ token_weights, const float* shared,
-                       bool add, float* gradient) {
+__global__ void __launch_bounds__(kThreads, kSharingBlocks) share_gradients_kernel(const SharedGradients<T> a) {
   __shared__ double of_warps[kWarps][2];
   // Of a row that is none: what there is of it among the tokens, whose share is NaN.
-  const bool sound = rows.span(blockIdx.x).sound;
-  const int64_t from = rows.begin(blockIdx.x), to = rows.end(blockIdx.x);
-  const int64_t begin = from > 0 ? from : 0, end = to < rows.tokens ? to : rows.tokens;
+  const bool sound = a.rows.span(blockIdx.x).sound;
+  const int64_t from = a.rows.begin(blockIdx.x), to = a.rows.end(blockIdx.x);
+  const int64_t begin = from > 0 ? from : 0, end = to < a.rows.tokens ? to : a.rows.tokens;
+  const int64_t first = begin / kSharedTokens * kSharedTokens + threadIdx.x * kSharedTokens;  // a row begins anywhere
   CompensatedSum sum;
   int64_t tokens = 0;
-  for (int64_t token = begin + threadIdx.x; token < end; token += kThreads) {
-    if (!counts(mask, token_weights, token)) continue;
-    sum.add(shared[token]);
-    ++tokens;
+  for (int64_t at = first; at < end; at += kThreads * kSharedTokens) {
+    const Counted<T> counted(a, begin, end, at);
+    const auto shared = counted.load(a.shared, at, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kSharedTokens; ++i) {
+      sum.add(counted.on[i] ? shared.values[i] : 0.0f);
+      tokens += counted.on[i];
+    }
   }
   const double of_warp = warp_sum(sum.value()), tokens_of_warp = warp_sum(double(tokens));
   if (threadIdx.x % kWarp == 0) {
@@ -49,8 +88,21 @@ share_gradients_kernel(Rows rows, const uint8_t* __restrict__ mask, const T* __r
     tokens_of_row += warp[1];
   }
   const float share = sound ? float(of_row / (tokens_of_row > 1.0 ? tokens_of_row : 1.0)) : NAN;
-  for (int64_t token = begin + threadIdx.x; token < end; token += kThreads)
-    gradient[token] = (add ? gradient[token] : 0.0f) + (counts(mask, token_weights, token) ? share : 0.0f);
+  for (int64_t at = first; at < end; at += kThreads * kSharedTokens) {
+    const Counted<T> counted(a, begin, end, at);
+    Vector<float, kSharedTokens> gradient{};
+    if (a.add) gradient = counted.load(a.gradient, at, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kSharedTokens; ++i) gradient.values[i] += counted.on[i] ? share : 0.0f;
+    if (counted.all) {
+      store_vector(a.gradient + at, gradient);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kSharedTokens; ++i) {
+      if (counted.row[i]) a.gradient[at + i] = gradient.values[i];
+    }
+  }
 }
 
 template <class T>
@@ -76,8 +128,9 @@ __global__ void __launch_bounds__(kThreads) scale_gradient_kernel(int64_t count,
 template <class T>
 void launch_share(const Launcher& launcher, const Rows& rows, const uint8_t* mask, const void* token_weights, const float* shared,
                   bool add, float* gradient) {
-  share_gradients_kernel<T><<<launcher.blocks(rows.count, 1), kThreads, 0, launcher.stream()>>>(
-      rows, mask, static_cast<const T*>(token_weights), shared, add, gradient);
+  const SharedGradients<T> a{rows, mask, static_cast<const T*>(token_weights), shared, gradient, add,
+                             aligned(mask) && aligned(token_weights) && aligned(shared) && aligned(gradient)};
+  share_gradients_kernel<T><<<launcher.blocks(rows.count, 1), kThreads, 0, launcher.stream()>>>(a);
   launcher.launched();
 }
 
