@@ -100,6 +100,8 @@ def generated_code(compiler):
 
     if "FASTADV_CUDA_ARCHS" not in os.environ:
         archs = [arch for arch in archs if known(arch)]
+        if not archs:
+            raise RuntimeError(f"{compiler} knows none of the architectures {CUDA_ARCHS}; take nvcc from CUDA 11.1 on")
     # Code for 90a runs on nothing else, and so would its PTX.
     return [*(code(arch, "sm") for arch in archs), code(archs[-1].rstrip("a"), "compute")]
 
