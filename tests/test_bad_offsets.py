@@ -91,6 +91,34 @@ def test_false_rows_that_several_blocks_share(backend: str, seven: None) -> None
     assert ratios.sum.isnan().tolist() == ratios.minimum.isnan().tolist() == [False, True]
 
 
+# Rows of which every second one ends before it begins: as many as take sums of UNKNOWN past 2^64.
+MANY_FALSE = [0, *[9, 5] * 4, 9]
+
+
+@each
+def test_denominators_of_false_rows(backend: str) -> None:
+    mask, cu_seqlens = torch.ones(9, dtype=torch.bool), torch.tensor(MANY_FALSE)
+    assert (fa.token_counts(mask, cu_seqlens, backend=backend) == UNKNOWN).sum() == 4
+    step = fa.denominators(mask, cu_seqlens, backend=backend)
+    assert torch.stack([step.tokens, step.sequences]).isnan().all()
+    assert step.candidates == 9
+    log_probs = -torch.rand(9)
+    for name in ("tokens", "sequences"):
+        config = fa.LossConfig(denominator=name)
+        given = {"config": config, "cu_seqlens": cu_seqlens, "backend": backend}
+        assert fa.policy_loss(log_probs, log_probs, torch.ones(9), mask, **given).loss.isnan()
+
+
+@pytest.mark.parametrize("shape", [(2, 4096), (8192, 3)])
+@each_kernel
+def test_counts_of_fractions_alone(shape: tuple[int, int], backend: str, seven: None) -> None:
+    """As many as would wrap around."""
+    mask = torch.full(shape, 0.5)
+    assert (fa.token_counts(mask, backend=backend) < 0).all()
+    step = fa.denominators(mask, backend=backend)
+    assert torch.stack([step.tokens, step.sequences]).isnan().all()
+
+
 @pytest.mark.parametrize("times", [1, BLOCK // 4])
 @each
 @every_fault

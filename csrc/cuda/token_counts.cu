@@ -7,8 +7,8 @@ namespace {
 
 struct Tokens {
   using Element = uint8_t;
-  // What a fraction counts: a sum of as many of them as there are tokens is negative.
-  static constexpr Count kFraction = Count(-(int64_t{1} << 52));
+  // What a fraction counts: beside 2^32 tokens one is enough for a negative sum, and 2^31 of them do not wrap around.
+  static constexpr Count kFraction = Count(-(int64_t{1} << 32));
 
   __device__ static Element none() { return 0; }
   __device__ static Count unknown() { return Count(-(int64_t{1} << 62)); }  // UNKNOWN of fastadv/rows.py

@@ -261,7 +261,8 @@ def scale(
     elif name == "candidates":
         divisor = float(rows.count)
     elif counts is not None and counted:
-        divisor = counts.sum() if name == "tokens" else (counts > 0).sum()
+        # In float64 what stands for no count does not wrap around: the sum is negative, of rollouts too.
+        divisor = (counts if name == "tokens" else counts.clamp(max=1)).sum(dtype=torch.float64)
     if config.loss_agg_mode == "seq-mean-token-sum-norm":
         if horizon is None:
             raise ValueError(

@@ -145,15 +145,15 @@ def denominators(
     if horizon is not None:  # before anything is counted, or other ranks wait in the all-reduce
         validation.count("denominators", "horizon", horizon, positive=True)
     counts = token_counts(mask, cu_seqlens, backend=backend)
+    # Integers that stand for no count would wrap around in a sum.
+    counts = torch.where(counts < 0, torch.nan, counts.to(torch.float64))
     ranks = 1
     if context_group is not None:
         import torch.distributed as dist
 
         dist.all_reduce(counts, group=context_group)
         ranks *= dist.get_world_size(context_group)
-    stacked = torch.stack([counts.sum(), (counts > 0).sum(), torch.full_like(counts.sum(), counts.shape[0])]).to(
-        torch.float64
-    )
+    stacked = torch.stack([counts.sum(), counts.clamp(max=1).sum(), counts.new_full((), counts.shape[0])])
     if process_group is not None:
         import torch.distributed as dist
 
