@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import torch
@@ -45,4 +46,10 @@ def _capturing(device: torch.device) -> bool:
 
 @functools.cache
 def _counter(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    """Lives as long as the process. A memory pool that is in use where an op is called first, as while torch.compile
+    warms its CUDA graphs up, would give the memory away again: pools are a thread's, so another thread asks for it."""
+    with ThreadPoolExecutor(1) as other:
+        zero = other.submit(lambda: torch.zeros(1, dtype=torch.int32, device=device)).result()
+    if device.type == "cuda":  # that thread's stream is the default one
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    return zero

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -408,6 +409,15 @@ def test_streams_and_graphs_do_not_share_a_counter(monkeypatch: pytest.MonkeyPat
     capturing = True
     captured = [cuda.counter(t, 1) for _ in range(2)]
     assert len({c.data_ptr() for c in (*eager, *captured)}) == 5
+
+
+def test_a_counter_is_in_no_memory_pool_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools are a thread's, and what torch.compile's CUDA graphs allocate while they warm up is given away again."""
+    threads, plain = [], torch.zeros
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: threads.append(threading.get_ident()) or plain(*a, **k))
+    assert cuda.counter(torch.zeros(1), 77).tolist() == [0]
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 # ---- log-ratios of rollouts ------------------------------------------------------------------------------------------
