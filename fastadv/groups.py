@@ -30,7 +30,8 @@ class GroupIndex:
     offsets: Tensor  # [G + 1]
 
     def __post_init__(self) -> None:
-        validation.index_fields(self, "index", "order", "offsets")
+        validation.index_fields(self, "index")
+        validation.index_fields(self, "order", "offsets", device=self.index.device)
         if self.order.shape != self.index.shape or self.offsets.shape[0] < 1 + (self.num_rows > 0):
             raise ValueError(
                 f"GroupIndex: index has shape {list(self.index.shape)}, order {list(self.order.shape)} and offsets "

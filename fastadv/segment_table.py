@@ -33,7 +33,8 @@ class Segments:
     def __post_init__(self) -> None:
         op = "Segments"
         validation.tensor(op, "turn_ids", self.turn_ids, dtypes=(torch.int32, torch.int64))
-        validation.index_fields(self, "offsets", *(["cu_seqlens"] if self.cu_seqlens is not None else []))
+        names = ["offsets"] if self.cu_seqlens is None else ["offsets", "cu_seqlens"]
+        validation.index_fields(self, *names, device=self.turn_ids.device)
         packed = self.cu_seqlens is not None
         rows = self.cu_seqlens.shape[0] - 1 if self.cu_seqlens is not None else self.turn_ids.shape[0]
         nowhere = packed and rows == 0 and self.turn_ids.numel() > 0

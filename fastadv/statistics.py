@@ -167,14 +167,18 @@ def freeze_statistics(
     validation.non_negative(op, "ddof", ddof)
     groups = group_index(group_ids, op=op)
     rows, device = groups.num_rows, rewards.device
+    if groups.index.device != device:
+        groups = groups.to(device)
     name = dispatch.resolve(op, backend, rewards, dtypes=validation.FLOATS)
     # Copies: what is frozen does not change with what the caller does to its tensors afterwards.
     values = float64_rows(op, "rewards", rewards, rows, device).clone()
     if include is not None:
         include = include_rows(op, include, rows, device).clone()
     index = None if turn_ids is None else segments(turn_ids, cu_seqlens, backend=backend)
-    if index is not None and index.num_rows != rows:
-        raise ValueError(f"{op}: turn_ids has {index.num_rows} rollouts, rewards has {rows}")
+    if index is not None:
+        validation.tensor(op, "turn_ids", index.turn_ids, device=device)
+        if index.num_rows != rows:
+            raise ValueError(f"{op}: turn_ids has {index.num_rows} rollouts, rewards has {rows}")
     ones = torch.ones_like(values)
     validation.finite_voters(op, values, ones)
 

@@ -31,8 +31,9 @@ class TokenIndex:
     def __post_init__(self) -> None:
         op = "TokenIndex"
         validation.tensor(op, "mask", self.mask, dtypes=(torch.bool,))
-        validation.tensor(op, "reads", self.reads, shape=tuple(self.mask.shape), dtypes=(torch.bool,))
-        validation.index_fields(self, "positions")
+        shape, device = tuple(self.mask.shape), self.mask.device
+        validation.tensor(op, "reads", self.reads, shape=shape, dtypes=(torch.bool,), device=device)
+        validation.index_fields(self, "positions", device=device)
         if validation.reads_values(self.reads, self.positions) and not torch.equal(
             self.positions, self.reads.reshape(-1).nonzero().flatten()
         ):

@@ -105,12 +105,12 @@ def tensor(
         raise ValueError(f"{op}: {name} is on {value.device}, the other arguments are on {device}; move it there")
 
 
-def index_fields(owner: Any, *names: str) -> None:
+def index_fields(owner: Any, *names: str, device: torch.device | None = None) -> None:
     """Makes fields of a frozen index object contiguous int64 `[n]`, as the kernels read them. Raises TypeError or
-    ValueError for what is no list of integers."""
+    ValueError for what is no list of integers, or on another device than the given one."""
     for name in names:
         value = getattr(owner, name)
-        tensor(type(owner).__name__, name, value, dtypes=INTEGERS)
+        tensor(type(owner).__name__, name, value, dtypes=INTEGERS, device=device)
         if value.dim() != 1:
             raise ValueError(
                 f"{type(owner).__name__}: {name} has shape {list(value.shape)}; it must have one dimension"

@@ -41,7 +41,29 @@ def test_index_objects_hold_what_kernels_read(form: str, backend: str) -> None:
     assert turns.offsets.dtype == changed.order.dtype == torch.int64
 
 
+ELSEWHERE = "meta"  # a device that is not the CPU, wherever this runs
+THERE = CU.to(ELSEWHERE)
 BAD = [
+    (fa.GroupIndex, {"index": CU[:2], "order": THERE[:2], "offsets": CU[:2]}, ValueError, "order is on meta"),
+    (fa.GroupIndex, {"index": CU[:2], "order": CU[:2], "offsets": THERE[:2]}, ValueError, "offsets is on meta"),
+    (
+        fa.Segments,
+        {"turn_ids": TURNS, "cu_seqlens": CU, "offsets": THERE, "count": 6},
+        ValueError,
+        "offsets is on meta",
+    ),
+    (
+        fa.Segments,
+        {"turn_ids": TURNS, "cu_seqlens": THERE, "offsets": CU, "count": 6},
+        ValueError,
+        "cu_seqlens is on meta",
+    ),
+    (
+        fa.TokenIndex,
+        {"mask": CU > 2, "reads": CU > 2, "positions": THERE[:3]},
+        ValueError,
+        "positions is on meta",
+    ),
     (fa.GroupIndex, {"index": torch.zeros(2), "order": CU[:2], "offsets": CU[:2]}, TypeError, "index has dtype"),
     (fa.GroupIndex, {"index": CU[:2], "order": CU[:3], "offsets": CU[:2]}, ValueError, r"order \[3\]"),
     (fa.GroupIndex, {"index": CU[:2], "order": CU[:2], "offsets": CU.view(1, 5)}, ValueError, r"offsets has shape"),
@@ -145,3 +167,20 @@ def test_rows_of_a_group_keep_their_order() -> None:
     for group in range(3):
         rows = index.order[index.offsets[group] : index.offsets[group + 1]]
         assert (rows.diff() > 0).all()
+
+
+def test_index_objects_on_another_device() -> None:
+    """Their addresses would mean nothing to a kernel."""
+    index, other = fa.segments(TURNS, CU), fa.segments(TURNS, CU, backend="reference")
+    moved = fa.Segments(TURNS.to(ELSEWHERE), CU.to(ELSEWHERE), other.offsets.to(ELSEWHERE), other.count)
+    table, log_probs, mask = fa.SegmentTable(torch.ones(moved.count), moved), torch.zeros(6), torch.ones(6)
+    with pytest.raises(ValueError, match=r"^segment_tokens: table\.values is on cpu"):
+        fa.segment_tokens(table)
+    with pytest.raises(ValueError, match=r"^policy_loss: advantages\.segments\.offsets is on meta"):
+        fa.policy_loss(log_probs, log_probs, table, mask, cu_seqlens=CU, turn_ids=index)
+    with pytest.raises(ValueError, match=r"^freeze_statistics: turn_ids is on meta"):
+        fa.freeze_statistics(REWARDS, [0, 0, 1, 1], turn_ids=moved)
+    frozen = fa.freeze_statistics(REWARDS.to(ELSEWHERE), [0, 0, 1, 1], backend="reference")
+    assert frozen.groups.index.device == frozen.rewards.device  # labels are numbered on the CPU
+    with pytest.raises(ValueError, match=r"^group_advantages: statistics\.rewards is on meta"):
+        fa.group_advantages(REWARDS, [0, 0, 1, 1], statistics=frozen)

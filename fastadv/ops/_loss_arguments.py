@@ -60,6 +60,7 @@ def advantages(op: str, given: Any, turn_ids: Any, rows: Rows, device: torch.dev
     validation.tensor(op, "advantages.values", values, shape=(index.count,), dtypes=validation.FLOATS, device=device)
     ids = index.turn_ids if turn_ids is None else turn_ids.turn_ids if isinstance(turn_ids, Segments) else turn_ids
     validation.tensor(op, "turn_ids", ids, shape=tuple(rows.shape), dtypes=(torch.int32, torch.int64), device=device)
+    validation.tensor(op, "advantages.segments.offsets", index.offsets, device=device)
     if index.num_rows != rows.count:
         raise ValueError(f"{op}: advantages is a table of {index.num_rows} rollouts, log_probs has {rows.count}")
     if turn_ids is None or isinstance(turn_ids, Segments):

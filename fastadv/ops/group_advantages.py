@@ -83,6 +83,7 @@ def check(
             raise ValueError(
                 f"{op}: ddof is {rule.ddof}, but the statistics were frozen with {statistics.ddof}; use one of the two"
             )
+        validation.tensor(op, "statistics.rewards", statistics.rewards, device=device)
         if statistics.rewards.shape[0] != rows:
             raise ValueError(
                 f"{op}: rewards has {rows} rows, the statistics have {statistics.rewards.shape[0]}; freeze this batch's"

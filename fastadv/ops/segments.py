@@ -99,9 +99,10 @@ def segment_tokens(table: SegmentTable, mask: Tensor | None = None, *, backend: 
     """
     op = "segment_tokens"
     index = table.segments
-    validation.tensor(op, "table.values", table.values, shape=(index.count,), dtypes=DTYPES)
+    device = index.turn_ids.device
+    validation.tensor(op, "table.values", table.values, shape=(index.count,), dtypes=DTYPES, device=device)
     if mask is not None:
-        shape, device = tuple(index.turn_ids.shape), table.values.device
+        shape = tuple(index.turn_ids.shape)
         validation.tensor(op, "mask", mask, shape=shape, dtypes=validation.MASKS, device=device)
     values = table.values.detach()
     name = dispatch.resolve(op, backend, values, dtypes=DTYPES)
