@@ -75,7 +75,7 @@ PLANNED = {"I": "#$ INCLUDES=", "L": "#$ LIBRARIES="}  # lines of what nvcc says
 def nvcc():
     """Path of the compiler, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
+    return (shutil.which("nvcc", path=str(Path(home, "bin"))) if home else None) or shutil.which("nvcc")
 
 
 def nvcc_folders(compiler, option):

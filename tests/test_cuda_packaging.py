@@ -122,6 +122,14 @@ def fake_nvcc(folder: Path, *, knows: bool = True) -> str:
     return str(folder)
 
 
+def test_without_a_compiler_in_cuda_home_the_path_is_asked(tmp_path: Path) -> None:
+    """A CUDA_HOME of libraries alone, as images that only run programs have."""
+    path = f"{fake_nvcc(tmp_path)}/bin:{os.environ['PATH']}"
+    run = setup("--name", FASTADV_CUDA="auto", CUDA_HOME=str(tmp_path / "libraries"), PATH=path)
+    assert run.returncode == 0
+    assert "no CUDA kernels" not in run.stdout
+
+
 ONLY_CUDA = """
 import runpy, sys
 import pybind11.setup_helpers as helpers
