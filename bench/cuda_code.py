@@ -85,6 +85,13 @@ def inspect(path: Path) -> dict[str, Facts]:
     return dict(sorted(found.items()))
 
 
+def fences(path: Path) -> dict[str, list[str]]:
+    """Of each kernel whose last block reads what the others wrote: fences and the counter between them, in order."""
+    code = _functions(cuobjdump("-arch", f"sm_{TARGET}a", "-sass", str(path)))
+    found = {name: re.findall(r"MEMBAR(?=\.\w+\.GPU)|INC(?=\.STRONG\.GPU)", text) for name, text in code}
+    return {name: order for name, order in found.items() if "INC" in order}
+
+
 def _functions(sass: str) -> Iterator[tuple[str, str]]:
     starts = list(FUNCTION.finditer(sass))
     for i, start in enumerate(starts):

@@ -51,6 +51,14 @@ def test_no_gpu_gets_code_that_uses_local_memory() -> None:
         assert [name for name, (_, stack, _, local) in resources.items() if stack or local] == [], arch
 
 
+def test_the_last_block_reads_behind_fences() -> None:
+    """Without them it may read what was there before the others wrote, which the emulation cannot show."""
+    assert PATH is not None
+    found = cuda_code.fences(PATH)
+    assert {name for name in ("policy_loss_kernel", "block_rows_kernel") if not any(name in f for f in found)} == set()
+    assert [name for name, order in found.items() if order != ["MEMBAR", "INC", "MEMBAR"]] == []
+
+
 FAULTS = {
     "spills: 3 loads": {"local_loads": 3},
     "spills: 0 loads and 0 stores of local memory, 16 bytes": {"stack": 16},
