@@ -389,3 +389,11 @@ def test_the_cpu_kernels_refuse_false_groups(index: list[int], order: list[int],
         fa.group_advantages(rewards, groups, backend="cpu")
     with pytest.raises(ValueError, match="group"):
         fa.turn_advantages(rewards, groups, segments, output="segments", backend="cpu")
+
+
+@each
+def test_a_weight_of_0_does_not_exclude_a_token_in_no_row(backend: str) -> None:
+    """Whose weight it is nobody knows."""
+    log_probs, advantages, mask = -torch.rand(9), torch.ones(9), torch.ones(9, dtype=torch.bool)
+    given = {"cu_seqlens": torch.tensor([0, 4, 8]), "weights": torch.zeros(2), "denominator": 1.0}
+    assert fa.policy_loss(log_probs, log_probs, advantages, mask, **given, backend=backend).loss.isnan()
