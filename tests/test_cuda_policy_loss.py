@@ -228,6 +228,18 @@ def test_masked_values_never_enter_arithmetic(name: str) -> None:
         same_bits(run(case, dirty), clean)
 
 
+def test_masked_tokens_of_a_rollout_beyond_its_bounds_are_not_counted() -> None:
+    """A rollout's ratio is that of its masked tokens too."""
+    log_probs = -torch.rand(2, 40)
+    mask = torch.arange(40) % 4 < torch.tensor([[1], [3]])
+    config = fa.LossConfig("gspo", delta=2.0, log_ratio_bound=10.0)
+    for old, name in ((log_probs - 3, "dual_clip_fraction"), (log_probs - 15, "saturated_fraction")):
+        metrics = fa.policy_loss(log_probs, old, -torch.ones(2), mask, config=config, backend="cuda").metrics
+        right = fa.policy_loss(log_probs, old, -torch.ones(2), mask, config=config, backend="reference").metrics
+        torch.testing.assert_close(metrics[name], right[name])
+        assert right["tokens"] == 40
+
+
 def test_types_of_turn_ids_and_masks() -> None:
     case = CASES["ppo, segments"]
     inputs = case.make(Shape().draw())
