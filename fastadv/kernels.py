@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from fastadv import native
+
 
 class Kernel:
     """One kernel of an op on every backend that has kernels: `kernel(backend, *tensors)`.
@@ -20,7 +22,10 @@ class Kernel:
 
     def __call__(self, backend: str, *args: Any) -> int:
         """Runs the kernel of a backend."""
-        return self.on(backend)(*args)
+        try:
+            return self.on(backend)(*args)
+        except native.Unreadable as error:
+            raise type(error)(f"{self.name}: {error}") from None
 
     def on(self, backend: str) -> Callable[..., int]:
         """The function of a backend. Triton and its kernels are imported by the first call that asks for them."""

@@ -67,15 +67,31 @@ def has_memory(t: Tensor) -> bool:
     return type(t) is Tensor or type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
+class Unreadable(Exception):  # noqa: N818 - never raised by itself
+    """A tensor that no kernel can read. `Kernel` says which op it was given to."""
+
+
+class UnreadableTypeError(Unreadable, TypeError):
+    """For what it is."""
+
+
+class UnreadableValueError(Unreadable, ValueError):
+    """For how it lies in memory."""
+
+
 def start(t: Tensor) -> int:
     """Address of a tensor's first element, which a kernel may read."""
     if not has_memory(t):
-        raise TypeError(f"a kernel cannot read a {type(t).__name__}; pass a plain tensor, or use backend='reference'")
+        raise UnreadableTypeError(
+            f"a kernel cannot read a {type(t).__name__}; pass a plain tensor, or use backend='reference'"
+        )
     if t.is_neg():
-        raise ValueError("a kernel cannot read a tensor whose sign is yet to be changed; pass t.resolve_neg()")
+        raise UnreadableValueError(
+            "a kernel cannot read a tensor whose sign is yet to be changed; pass t.resolve_neg()"
+        )
     first = t.data_ptr()
     if not first and t.numel():
-        raise TypeError("a kernel was given a tensor without memory; pass one that holds values")
+        raise UnreadableTypeError("a kernel was given a tensor without memory; pass one that holds values")
     return first
 
 
@@ -98,7 +114,9 @@ def address(t: Tensor | None) -> int:
     if t is None:
         return 0
     if not t.is_contiguous():
-        raise ValueError(f"a kernel was given strides {t.stride()} for shape {list(t.shape)}; pass t.contiguous()")
+        raise UnreadableValueError(
+            f"a kernel was given strides {t.stride()} for shape {list(t.shape)}; pass t.contiguous()"
+        )
     return start(t)
 
 

@@ -178,6 +178,13 @@ def test_kernels_read_memory_only() -> None:
         native.address(values[::2])
 
 
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_tensor_that_no_kernel_reads_is_refused_by_the_ops_name(backend: str) -> None:
+    log_probs = torch._neg_view(torch.ones(4))
+    with pytest.raises(ValueError, match=r"^policy_loss: a kernel cannot .* pass t.resolve_neg\(\)"):
+        fa.policy_loss(log_probs, log_probs, torch.ones(4), torch.ones(4), backend=backend)
+
+
 @ON
 def test_tensors_without_strides_are_refused(backend: str) -> None:
     with pytest.raises(TypeError, match=r"mask has layout torch.sparse_coo; pass a dense tensor"):

@@ -136,7 +136,7 @@ struct LargestTurn {
   __device__ static Element none() { return -1; }
   __device__ static Count unknown() { return ~Count{0}; }
   // A value below -1 gives -1, which is the largest of all as an unsigned number.
-  __device__ static Count of(Element turn) { return turn < -1 ? ~Count{0} : Count(int64_t{turn} + 1); }
+  __device__ static Count of(Element turn) { return turn < -1 ? ~Count{0} : Count(int64_t{turn}) + 1; }
   __device__ static Count merge(Count a, Count b) { return a < b ? b : a; }
   __device__ static void into(Count* count, Count value) { atomicMax(count, value); }
 };
