@@ -23,6 +23,7 @@
 namespace cuda_emulation {
 
 constexpr unsigned kWarpSize = 32;
+constexpr unsigned kMaxThreads = 1024;  // of a block
 
 // A kernel did what deadlocks or is undefined on a device. The launch throws it; the message has the place in the
 // source.
@@ -89,6 +90,9 @@ struct Block {
   Thread* running = nullptr;  // nullptr: the loop itself
   unsigned alive = 0;
   bool stopped = false;  // after a fault no thread runs again
+  // Of each warp: a bit for each lane that waits in a warp operation, and for each that has ended.
+  unsigned lanes_waiting[kMaxThreads / kWarpSize];
+  unsigned lanes_ended[kMaxThreads / kWarpSize];
   SharedMemory shared;
   // Of the block barrier; results are kept by parity, for threads that leave one barrier when others are at the next.
   unsigned waiting = 0;
@@ -177,7 +181,9 @@ CUDA_EMULATION_SWITCHING void thread_entry() {
   first_step(block.os_thread);
   if (!block.stopped) block.launch->body();
   block.launch->finished.release();
-  block.running->state = ThreadState::kDone;
+  Thread& self = *block.running;
+  self.state = ThreadState::kDone;
+  block.lanes_ended[self.number / kWarpSize] |= 1u << lane_of(self);
   --block.alive;
   wait();
 }
@@ -219,6 +225,7 @@ CUDA_EMULATION_SWITCHING void run_block(Block& block, uint3 index, const Stacks&
   block.threads.assign(size.x * size.y * size.z, Thread());
   block.alive = block.threads.size();
   block.waiting = block.barriers_passed = block.votes = 0;
+  for (unsigned warp = 0; warp < kMaxThreads / kWarpSize; ++warp) block.lanes_waiting[warp] = block.lanes_ended[warp] = 0;
   block.shared.clear(launch.dynamic_shared, launch.shared_limit);
   std::vector<unsigned> turns(block.threads.size());
   for (unsigned i = 0; i < block.threads.size(); ++i) {

@@ -14,8 +14,6 @@
 
 namespace cuda_emulation {
 
-constexpr unsigned kMaxThreads = 1024;
-
 // How many blocks are in flight. Under ThreadSanitizer all of them, so that no block is ordered before another by the
 // OS thread that they share; as many as its bookkeeping has room for. CUDA_EMULATION_THREADS sets another number.
 inline unsigned os_threads(uint64_t blocks, unsigned threads_per_block) {

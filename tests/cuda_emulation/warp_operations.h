@@ -45,25 +45,31 @@ CUDA_EMULATION_SWITCHING uint64_t warp_operation(const char* place, unsigned mas
   self.state = ThreadState::kAtWarp;
   if (orders_memory) self.arrived.release();
 
+  unsigned& waiting = block.lanes_waiting[first / kWarpSize];
+  if (const unsigned ended = mask & block.lanes_ended[first / kWarpSize]) {
+    fault("%s: mask 0x%x names lane %d, which has ended", place, mask, __builtin_ctz(ended));
+  }
+  const unsigned others = mask & waiting;
+  waiting |= 1u << lane;
+  bool complete = (waiting & mask) == mask;
+  // Lanes that wait for each other have to wait in one operation. Until all are there it is enough to ask one of them.
   Thread* const warp = &block.threads[first];
-  bool complete = true;
-  WarpValues values{place, mask, {}, {}};
-  for (unsigned i = 0; i < kWarpSize; ++i) {
-    if (!values.has(i)) continue;
+  for (unsigned asked = complete ? others : others & -others; asked; asked &= asked - 1) {
+    const unsigned i = __builtin_ctz(asked);
     const Thread& other = warp[i];
-    if (other.state == ThreadState::kDone) fault("%s: mask 0x%x names lane %u, which has ended", place, mask, i);
-    if (other.state != ThreadState::kAtWarp) {
-      complete = false;
-      continue;
-    }
     if (other.mask >> lane & 1 && (other.mask != mask || other.combine != combine)) {
       fault("%s with mask 0x%x meets lane %u in %s with mask 0x%x", place, mask, i, other.place, other.mask);
     }
     if (other.mask != mask) complete = false;
-    values.value[i] = other.value;
-    values.argument[i] = other.argument;
   }
   if (complete) {
+    waiting &= ~mask;
+    WarpValues values{place, mask, {}, {}};
+    for (unsigned i = 0; i < kWarpSize; ++i) {
+      if (!values.has(i)) continue;
+      values.value[i] = warp[i].value;
+      values.argument[i] = warp[i].argument;
+    }
     uint64_t results[kWarpSize] = {};
     for (unsigned i = 0; i < kWarpSize; ++i) {
       if (!values.has(i)) continue;
