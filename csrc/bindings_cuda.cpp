@@ -180,10 +180,10 @@ void py_policy_loss(int device, uintptr_t stream, const py::tuple& rows, int dty
   policy_loss(Launcher("policy_loss", device, stream), DType(dtype), Loss(kind(1)), arguments, blocks);
 }
 
-void py_share_gradients(int device, uintptr_t stream, const py::tuple& rows, uintptr_t mask, int dtype, uintptr_t token_weights,
+void py_share_gradients(int device, uintptr_t stream, const py::tuple& rows, uintptr_t mask, uintptr_t token_weights,
                         uintptr_t shared, bool add, uintptr_t gradient) {
-  share_gradients(Launcher("share_gradients", device, stream), rows_of(rows), pointer<const uint8_t>(mask), DType(dtype),
-                  pointer<void>(token_weights), pointer<const float>(shared), add, pointer<float>(gradient));
+  share_gradients(Launcher("share_gradients", device, stream), rows_of(rows), pointer<const uint8_t>(mask),
+                  pointer<const float>(token_weights), pointer<const float>(shared), add, pointer<float>(gradient));
 }
 
 void py_scale_gradient(int device, uintptr_t stream, int64_t count, int dtype, uintptr_t gradient, uintptr_t factor) {

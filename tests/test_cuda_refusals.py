@@ -139,6 +139,14 @@ def test_a_device_that_is_not_there(launcher: str, monkeypatch: pytest.MonkeyPat
     call()
 
 
+def test_a_device_is_looked_for_without_a_launch() -> None:
+    started = build.operations(cuda.module())
+    cuda.module().check_device(0)
+    with pytest.raises(RuntimeError, match=r"^fastadv: cudaErrorInvalidDevice: invalid device ordinal"):
+        cuda.module().check_device(3)
+    assert build.operations(cuda.module()) == started
+
+
 HUGE = 2**60  # of anything: more blocks than a grid has
 ROWS_OF, NONE = (HUGE, HUGE, 0, 0), 0
 VOTERS = (HUGE, HUGE, 0, 0, 0, (0, 0), (0, 0), 0, False)
@@ -159,7 +167,7 @@ TOO_MANY: dict[str, tuple[Any, ...]] = {
     "fused_turn_advantages": (VOTERS, RULE, 0, HUGE, 2.0, False, False, 0),
     "turn_advantages": (ADVANTAGES, RULE, (0, 0, 0, 0), 0, HUGE, 2.0, False, False, 0),
     "sequence_log_ratios": (ROWS_OF, 0, 0, 0, 0, 0, False, 1, (0,) * 4, 0, 0),
-    "share_gradients": (ROWS_OF, 0, 0, 0, 0, False, 0),
+    "share_gradients": (ROWS_OF, 0, 0, 0, False, 0),
     "scale_gradient": (HUGE, 0, 0, 0),
     "row_statistics": (LOGITS_INPUTS, 0, 0),
     "finish_statistics": (1, HUGE, 0, 0),

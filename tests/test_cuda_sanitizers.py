@@ -22,12 +22,12 @@ FILES = [str(TESTS / f"test_{name}.py") for name in NAMES]
 ALL = "not triton"  # of FILES
 CONTRACTS = [str(TESTS / f"test_contracts{name}.py") for name in ("", "_torch", "_input")]
 ADDRESS, THREAD, COVERAGE = "address", "thread", "coverage"
-# A test or two of every kernel, with edges of blocks, views that are not aligned and offsets that lead anywhere.
-SELECTED = f"{ALL} and (%s)" % " or ".join(
+# A test or two of every kernel, with edges of blocks and views that are not aligned.
+SELECTED = " or ".join(
     (
         "turns_and_counts", "views_that_are_not_aligned", "moments", "sizes", "every_rule", "edge_shapes", "all_sums",
         "blocks_of_several_steps", "a_factor", "log_ratios_equal", "equals_float64", "few_long_rows",
-        "row_that_is_split", "any_layout_and_in_place", "statistics_of_codes", "garbage_for_offsets", "false_segments",
+        "row_that_is_split", "any_layout_and_in_place", "statistics_of_codes",
     )
 )  # fmt: skip
 
@@ -51,7 +51,8 @@ def run_tests(module: Path, *selection: str, **environment: str) -> subprocess.C
 
 def passed(done: subprocess.CompletedProcess[str]) -> int:
     """How many tests passed, where none failed."""
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    report = re.search(r".*(?:runtime error|ERROR: ).*", done.stderr)  # of a sanitizer, above its many frames
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{report and report[0]}\n{done.stderr[-3000:]}"
     return int(re.findall(r"(\d+) passed", done.stdout)[-1])
 
 
@@ -62,15 +63,7 @@ def passed(done: subprocess.CompletedProcess[str]) -> int:
 def test_no_access_out_of_bounds_and_nothing_undefined() -> None:
     """In another order of threads than other tests have."""
     environment = {**build.preloaded(ADDRESS), "CUDA_EMULATION_ORDER": "backward"}
-    done = run_tests(cuda_kernels.emulated(ADDRESS), "-k", SELECTED, *FILES, **environment)
-    assert passed(done) > 100
-    assert "runtime error" not in done.stderr
-
-
-@pytest.mark.slow
-@needs(ADDRESS)
-def test_all_tests_of_the_kernels_under_address_sanitizer() -> None:
-    done = run_tests(cuda_kernels.emulated(ADDRESS), "-k", ALL, *FILES, **build.preloaded(ADDRESS))
+    done = run_tests(cuda_kernels.emulated(ADDRESS), "-k", ALL, *FILES, **environment)
     assert passed(done) > 400
     assert "runtime error" not in done.stderr
 
@@ -234,6 +227,7 @@ def test_faults_are_planted_in_every_source_that_has_such_a_statement() -> None:
 # ---- lines that tests reach ------------------------------------------------------------------------------------------
 
 LEAST = 0.95  # of each file's lines
+NEVER_RUN = "nothing_kernel() {}"  # CUDA is asked whether there is code of it
 
 
 @pytest.mark.slow
@@ -254,6 +248,10 @@ def test_lines_of_the_kernels_that_tests_reach(tmp_path: Path) -> None:
                     number = line["line_number"]
                     lines[number] = lines.get(number, False) or line["count"] > 0
     kernels = {Path(name).name: lines for name, lines in counted.items() if "/csrc/cuda/" in name}
+    for name, lines in kernels.items():
+        for number, text in enumerate(read(name).splitlines(), 1):
+            if NEVER_RUN in text:
+                assert not lines.pop(number)
     assert kernels.keys() >= {Path(name).name for name in cuda_kernels.SOURCES if name.startswith("cuda/")}
     shares = {name: sum(lines.values()) / len(lines) for name, lines in kernels.items()}
     missed = {name: [n for n, reached in sorted(lines.items()) if not reached] for name, lines in kernels.items()}

@@ -211,6 +211,6 @@ __device__ void sum_turns(const Group& group, double minimum, int64_t from, int 
 }
 
 // Whether groups get many threads each, where they share `items` rows, or turns of rows.
-inline bool many_threads(int64_t items, int64_t groups) { return items >= kManyItems * groups; }
+inline bool many_threads(int64_t items, int64_t groups) { return items / kManyItems >= groups; }
 
 }  // namespace fastadv::cuda

@@ -113,7 +113,7 @@ void sequence_log_ratios(const Launcher& launcher, const Rows& rows, DType dtype
 // `dtype`: of all per-token inputs. The caller fills all but by_row, aligned and steps.
 void policy_loss(const Launcher& launcher, DType dtype, Loss loss, PolicyLoss arguments, unsigned blocks);
 // gradient = what is there, if `add`, + the mean of the row's `shared` over its tokens that count, at those.
-void share_gradients(const Launcher& launcher, const Rows& rows, const uint8_t* mask, DType dtype, const void* token_weights,
+void share_gradients(const Launcher& launcher, const Rows& rows, const uint8_t* mask, const float* token_weights,
                      const float* shared, bool add, float* gradient);
 // gradient[count] times a number on the device. Where that is 1, nothing else is read.
 void scale_gradient(const Launcher& launcher, int64_t count, DType dtype, void* gradient, const float* factor);

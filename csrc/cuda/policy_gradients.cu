@@ -18,11 +18,10 @@ constexpr int kSharedTokens = 4;  // of a thread at once: 16 bytes of the gradie
 constexpr unsigned kScalingBlocks = 1024;  // as many as run at once on a large GPU; each goes over the rest
 
 // What is shared, null standing for absence. `shared` may be `gradient`.
-template <class T>
 struct SharedGradients {
   Rows rows;
   const uint8_t* mask;
-  const T* token_weights;
+  const float* token_weights;
   const float* shared;  // policy gradients before
   float* gradient;      // what each token gets
   bool add;             // beside what is there
@@ -31,21 +30,20 @@ struct SharedGradients {
 
 // A row's tokens at a multiple of kSharedTokens: whether each is the row's and counts. Neighbours that are another row's are
 // left alone, since its block may be writing them.
-template <class T>
 struct Counted {
   bool all;  // are the row's, and can be moved at once
   bool row[kSharedTokens], on[kSharedTokens];
 
-  __device__ Counted(const SharedGradients<T>& a, int64_t begin, int64_t end, int64_t at)
+  __device__ Counted(const SharedGradients& a, int64_t begin, int64_t end, int64_t at)
       : all(a.aligned && at >= begin && at + kSharedTokens <= end) {
 #pragma unroll
     for (int i = 0; i < kSharedTokens; ++i) row[i] = at + i >= begin && at + i < end;
     const auto mask = load(a.mask, at, uint8_t{0});
-    Vector<T, kSharedTokens> weights;
-    if (a.token_weights) weights = load(a.token_weights, at, from_float<T>(0.0f));
+    Vector<float, kSharedTokens> weights;
+    if (a.token_weights) weights = load(a.token_weights, at, 0.0f);
 #pragma unroll
     for (int i = 0; i < kSharedTokens; ++i)
-      on[i] = mask.values[i] != 0 && (!a.token_weights || to_float(weights.values[i]) != 0.0f);
+      on[i] = mask.values[i] != 0 && (!a.token_weights || weights.values[i] != 0.0f);
   }
   template <class X>
   __device__ Vector<X, kSharedTokens> load(const X* from, int64_t at, X other) const {
@@ -57,8 +55,7 @@ struct Counted {
   }
 };
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, kSharingBlocks) share_gradients_kernel(const SharedGradients<T> a) {
+__global__ void __launch_bounds__(kThreads, kSharingBlocks) share_gradients_kernel(const SharedGradients a) {
   __shared__ double of_warps[kWarps][2];
   // Of a row that is none: what there is of it among the tokens, whose share is NaN.
   const bool sound = a.rows.span(blockIdx.x).sound;
@@ -68,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kSharingBlocks) share_gradients_kern
   CompensatedSum sum;
   int64_t tokens = 0;
   for (int64_t at = first; at < end; at += kThreads * kSharedTokens) {
-    const Counted<T> counted(a, begin, end, at);
+    const Counted counted(a, begin, end, at);
     const auto shared = counted.load(a.shared, at, 0.0f);
 #pragma unroll
     for (int i = 0; i < kSharedTokens; ++i) {
@@ -89,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kSharingBlocks) share_gradients_kern
   }
   const float share = sound ? float(of_row / (tokens_of_row > 1.0 ? tokens_of_row : 1.0)) : NAN;
   for (int64_t at = first; at < end; at += kThreads * kSharedTokens) {
-    const Counted<T> counted(a, begin, end, at);
+    const Counted counted(a, begin, end, at);
     Vector<float, kSharedTokens> gradient{};
     if (a.add) gradient = counted.load(a.gradient, at, 0.0f);
 #pragma unroll
@@ -126,15 +123,6 @@ __global__ void __launch_bounds__(kThreads) scale_gradient_kernel(int64_t count,
 }
 
 template <class T>
-void launch_share(const Launcher& launcher, const Rows& rows, const uint8_t* mask, const void* token_weights, const float* shared,
-                  bool add, float* gradient) {
-  const SharedGradients<T> a{rows, mask, static_cast<const T*>(token_weights), shared, gradient, add,
-                             aligned(mask) && aligned(token_weights) && aligned(shared) && aligned(gradient)};
-  share_gradients_kernel<T><<<launcher.blocks(rows.count, 1), kThreads, 0, launcher.stream()>>>(a);
-  launcher.launched();
-}
-
-template <class T>
 void launch_scale(const Launcher& launcher, int64_t count, void* gradient, const float* factor) {
   const unsigned blocks = launcher.blocks(count, kThreads * (kLoadBytes / int(sizeof(T))));
   scale_gradient_kernel<T><<<blocks < kScalingBlocks ? blocks : kScalingBlocks, kThreads, 0, launcher.stream()>>>(
@@ -144,14 +132,13 @@ void launch_scale(const Launcher& launcher, int64_t count, void* gradient, const
 
 }  // namespace
 
-void share_gradients(const Launcher& launcher, const Rows& rows, const uint8_t* mask, DType dtype, const void* token_weights,
+void share_gradients(const Launcher& launcher, const Rows& rows, const uint8_t* mask, const float* token_weights,
                      const float* shared, bool add, float* gradient) {
   if (rows.count == 0) return;
-  switch (dtype) {
-    case DType::kFloat32: return launch_share<float>(launcher, rows, mask, token_weights, shared, add, gradient);
-    case DType::kBFloat16: return launch_share<__nv_bfloat16>(launcher, rows, mask, token_weights, shared, add, gradient);
-    default: return launch_share<__half>(launcher, rows, mask, token_weights, shared, add, gradient);
-  }
+  const SharedGradients a{rows, mask, token_weights, shared, gradient, add,
+                          aligned(mask) && aligned(token_weights) && aligned(shared) && aligned(gradient)};
+  share_gradients_kernel<<<launcher.blocks(rows.count, 1), kThreads, 0, launcher.stream()>>>(a);
+  launcher.launched();
 }
 
 void scale_gradient(const Launcher& launcher, int64_t count, DType dtype, void* gradient, const float* factor) {

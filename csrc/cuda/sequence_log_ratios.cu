@@ -139,7 +139,7 @@ void launch(const Launcher& launcher, const Rows& rows, const New* log_probs, co
             bool skip_missing, unsigned parts, const SequenceLogRatios& out, RowLogRatios* partials, unsigned* counter) {
   if (rows.count == 0) return;
   const bool whole = aligned(log_probs) && aligned(old_log_probs) && aligned(mask);
-  if (parts == 1 && rows.tokens < kShortRow * rows.count) {
+  if (parts == 1 && rows.tokens / rows.count < kShortRow) {
     warp_rows_kernel<New, Old><<<launcher.blocks(rows.count, kWarps), kThreads, 0, launcher.stream()>>>(rows, log_probs, old_log_probs, mask,
                                                                                              skip_missing, whole, out);
   } else {

@@ -219,9 +219,8 @@ def _cuda(
     )
     if shared:
         module.share_gradients(
-            device, stream, rows, address(mask), native.DTYPES[dtype], address(copies[3]), address(shares), apart,
-            address(written),
-        )  # fmt: skip
+            device, stream, rows, address(mask), address(copies[3]), address(shares), apart, address(written)
+        )
     for output, kernels in ((gradient, written), (entropy_gradient, entropy_written)):
         if output is not None and kernels is not None and kernels is not output:
             output.copy_(kernels)
