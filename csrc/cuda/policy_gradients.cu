@@ -1,7 +1,7 @@
 // What is done with the policy loss's gradient afterwards, a launch each.
 //
-// A gradient that rollouts share: a block a row, 16 bytes at a time, reads 4 bytes of the gradient and 1 of the mask a token, and 1 of the mask
-// again, and writes 4; 4 more of a penalty's gradient, and of each of two reads of token weights, where there are any.
+// A gradient that rollouts share: a block a row, 16 bytes at a time, reads 4 bytes of the gradient and 1 of the mask a token,
+// and 1 of the mask again, and writes 4; 4 more of a penalty's gradient, and of each of two reads of token weights, where there are any.
 // A gradient that is scaled: nothing where the factor is 1, else it is read and written.
 #include "cuda/kernels.h"
 #include "cuda/sums.h"
