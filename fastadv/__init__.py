@@ -1,6 +1,7 @@
 """fastadv: the advantage-and-loss step of RL post-training for LLM agents, as exact fused kernels with PyTorch
 references."""
 
+from fastadv import gradproj
 from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch, TokenIds, pad, unpad
 from fastadv.coins import keep
@@ -59,6 +60,7 @@ __all__ = [
     "freeze",
     "freeze_statistics",
     "global_norm",
+    "gradproj",
     "group_advantages",
     "group_index",
     "keep",

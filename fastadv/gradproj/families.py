@@ -1,0 +1,146 @@
+"""Where the parts of a causal language model are, and how it is run so that a rollout does not see its batch mates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Names of a family's parts, from the causal language model."""
+
+    backbone: str
+    tokens: str
+    positions: str | None
+    layers: str
+    norm: str
+    head: str = "lm_head"
+
+
+_LLAMA = Paths("model", "model.embed_tokens", None, "model.layers", "model.norm")
+_GPT2 = Paths("transformer", "transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f")
+FAMILIES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a model, by name."""
+
+    model: nn.Module
+    paths: Paths
+    backbone: nn.Module
+    tokens: nn.Embedding
+    positions: nn.Embedding | None
+    layers: dict[str, nn.Module]
+    norm: nn.Module
+    head: nn.Linear
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.head.weight is self.tokens.weight
+
+    def hidden(self, ids: Tensor) -> Any:
+        """Runs everything below the head on `ids [b, T]`."""
+        return self.backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """What the first layer should get."""
+        hidden: Tensor = self.tokens(ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return hidden
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """Finds the parts of a transformers causal language model.
+
+    Raises:
+        ValueError: a model of another family, or one whose parts are not where its family has them.
+    """
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    paths = FAMILIES.get(family) if isinstance(family, str) else None
+    if paths is None:
+        raise ValueError(
+            f"segment_gram: the model is a {type(model).__name__} (model_type {family!r}); supported are causal "
+            f"language models of transformers with model_type {', '.join(FAMILIES)}"
+        )
+    found: dict[str, Any] = {}
+    for part in ("backbone", "tokens", "layers", "norm", "head", *(["positions"] if paths.positions else [])):
+        path = getattr(paths, part)
+        try:
+            found[part] = model.get_submodule(path)
+        except AttributeError:
+            raise ValueError(
+                f"segment_gram: the model is a {type(model).__name__} of family {family} without {path}; pass the "
+                "causal language model as transformers builds it"
+            ) from None
+    for part, kind in (("tokens", nn.Embedding), ("positions", nn.Embedding), ("head", nn.Linear)):
+        module = found.get(part)
+        if module is not None and not (isinstance(module, kind) and type(module).forward is kind.forward):
+            raise ValueError(
+                f"segment_gram: {getattr(paths, part)} is a {type(module).__name__}, which cannot be intercepted; a "
+                f"plain torch.nn.{kind.__name__} can"
+            )
+    for part in ("tokens", "positions"):
+        module = found.get(part)
+        if module is not None and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+            raise ValueError(
+                f"segment_gram: {getattr(paths, part)} has max_norm, scale_grad_by_freq or sparse set, with which a "
+                "row's gradient is no sum over its tokens"
+            )
+    layers = {f"{paths.layers}.{i}": layer for i, layer in enumerate(found["layers"])}
+    return Parts(
+        model, paths, found["backbone"], found["tokens"], found.get("positions"), layers, found["norm"], found["head"]
+    )
+
+
+def check_sharing(parts: Parts) -> None:
+    """Raises ValueError where a parameter has two names, other than a head tied to the embedding."""
+    tied = {f"{parts.paths.tokens}.weight", f"{parts.paths.head}.weight"}
+    names: dict[int, str] = {}
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name and {first, name} != tied:
+            raise ValueError(
+                f"segment_gram: {first} and {name} are one parameter; only the output layer may share its weight, with "
+                "the token embedding"
+            )
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Raises ValueError where dropout would change the model from one run to the next."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        p = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "attention_dropout", 0.0)
+        if isinstance(p, float) and p > 0:
+            raise ValueError(
+                f"segment_gram: {name or type(model).__name__} drops out with p = {p}; gradients of one fixed policy "
+                "need model.eval(), or a dropout of 0"
+            )
+
+
+@contextmanager
+def fixed_policy(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, with attention that multiplies the whole matrix: what fused kernels split by batch
+    or by length, it does not. Everything is set back at the end."""
+    training = [module for module in model.modules() if module.training]
+    config: Any = model.config
+    attention = config._attn_implementation
+    model.eval()
+    try:
+        config._attn_implementation = "sdpa"
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        config._attn_implementation = attention
+        for module in training:
+            module.training = True

@@ -1,0 +1,328 @@
+"""The Gram matrix of all segments' policy gradients, layer by layer over all micro-batches.
+
+Parameters are fixed, so a layer can run on every micro-batch before the next one does. Forward, each layer's inputs
+are kept. Backward, a layer is recomputed on one micro-batch after the other; then all segments' gradients of its
+weights are formed in tiles, multiplied with each other, and dropped. No gradient of a segment ever exists as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastadv import validation
+from fastadv.batch import Batch
+from fastadv.gradproj.embedding import EmbeddingRows
+from fastadv.gradproj.families import Parts, check_dropout, check_sharing, fixed_policy, parts_of
+from fastadv.gradproj.gram import SegmentGram
+from fastadv.gradproj.head import Head
+from fastadv.gradproj.interceptors import Interceptor, Tape, interceptor
+from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
+from fastadv.ops.segment_weight_gram import SCRATCH_BYTES, GramSum, check_scratch
+
+OP = "segment_gram"
+# Largest difference of a log-prob, in nats, between a rollout alone and the same beside others.
+BATCH_MATE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+SAMPLE_TOKENS = 32
+
+
+def segment_gram(
+    model: nn.Module,
+    batch: Batch | Sequence[Batch],
+    *,
+    level: str = "rollout",
+    temperature: float = 1.0,
+    token_weights: Tensor | None = None,
+    max_tokens: int = 4096,
+    scratch_bytes: int = SCRATCH_BYTES,
+    strict: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> SegmentGram:
+    """Inner products of the policy gradients of all segments: `H[s, r] = <u_s, u_r>`, with `u_s` the sum over the
+    segment's sampled tokens of the gradient of their log-prob by all trainable parameters.
+
+    Costs about what one forward and backward pass with checkpointing does at level "rollout", and a few times that at
+    level "turn", whatever is asked of it afterwards: the Gram of any arms `A [K, S]` over segments is `A H A^T`.
+
+    Args:
+        model: a causal language model of transformers: llama, qwen2, qwen3 or gpt2.
+        batch: rollouts with token ids, or several batches, whose segments follow each other.
+        level: "rollout", or "turn" for segments (rollout, turn) in the order of `batch.segments`. Tokens outside of
+            turns count in neither.
+        temperature: of the policy; logits are divided by it.
+        token_weights: `[N]`, a factor of each token's gradient, over all batches. None: 1.
+        max_tokens: padded tokens of a micro-batch.
+        scratch_bytes: most that a tile of gradients, or of logits, takes.
+        strict: whether a module with parameters that cannot be intercepted is an error; if not, its parameters are
+            left out, as those that are frozen are, and `covered` says so.
+        progress: called with (done, of how many) after each layer.
+
+    Raises:
+        ValueError: a model of another family, a module that cannot be intercepted, dropout that is on, parameters
+            shared other than by a tied head, rollouts without token ids or prompt, from another tokenizer or longer
+            than the model's context, gradients that are not finite, a model whose log-probs of a rollout depend on the
+            rollouts beside it. Always the model is left as it was.
+    """
+    batches = [batch] if isinstance(batch, Batch) else list(batch)
+    batches = [one.packed() for one in batches]
+    validation.choice(OP, "level", level, LEVELS)
+    if not math.isfinite(temperature) or temperature <= 0:
+        raise ValueError(f"{OP}: temperature is {temperature}; it must be finite and above 0")
+    check_scratch(OP, scratch_bytes)
+    parts = parts_of(model)
+    check_dropout(model)
+    check_sharing(parts)
+    for one in batches:
+        _check_batch(one, parts)
+    if token_weights is not None:
+        tokens = sum(one.mask.shape[0] for one in batches)
+        validation.tensor(OP, "token_weights", token_weights, shape=(tokens,), dtypes=validation.FLOATS)
+    plan = layout(batches, level, max_tokens, token_weights, parts.tokens.weight.device)
+    with fixed_policy(model):
+        run = _Run(parts, plan, temperature, scratch_bytes, strict)
+        gram = run.gram(progress or (lambda done, total: None))
+        return SegmentGram(
+            gram=gram,
+            rows=plan.rows,
+            turns=plan.turns,
+            covered=sum(p.numel() for p in run.covered.values()),
+            total=sum(p.numel() for p in model.parameters()),
+        )
+
+
+def _check_batch(batch: Batch, parts: Parts) -> None:
+    """Raises ValueError unless the model can score every response token."""
+    ids = batch.token_ids
+    if ids is None:
+        raise ValueError(f"{OP}: the batch has no token_ids; gradients need the prompt and response tokens")
+    vocabulary = parts.tokens.weight.shape[0]
+    if ids.ids.numel() and int(ids.ids.max()) >= vocabulary:
+        raise ValueError(
+            f"{OP}: the batch holds token id {int(ids.ids.max())}, the model's vocabulary ends at {vocabulary - 1}: "
+            "the rollouts come from another tokenizer"
+        )
+    lengths = ids.cu_seqlens.diff()
+    context = getattr(parts.model.config, "max_position_embeddings", None)
+    if isinstance(context, int) and lengths.numel() and int(lengths.max()) > context:
+        raise ValueError(
+            f"{OP}: rollout {int(lengths.argmax())} has {int(lengths.max())} tokens, the model's context ends at "
+            f"{context}"
+        )
+    bare = (lengths == batch.lengths) & (batch.lengths > 0)
+    if bool(bare.any()):
+        raise ValueError(
+            f"{OP}: rollout {int(bare.nonzero()[0])} has no prompt: nothing predicts its first response token"
+        )
+
+
+@dataclass
+class _Call:
+    """What a layer was called with on a micro-batch."""
+
+    hidden: Tensor  # [b, T, d]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+class _Run:
+    """One pass over one model and all micro-batches."""
+
+    def __init__(self, parts: Parts, plan: Layout, temperature: float, scratch_bytes: int, strict: bool) -> None:
+        self.parts, self.plan, self.scratch_bytes = parts, plan, scratch_bytes
+        self.tape = Tape(plan.segments)
+        self.total = GramSum(plan.segments, parts.tokens.weight.device)
+        self.head = Head(parts.head, temperature, scratch_bytes)
+        self.covered: dict[int, Tensor] = {}
+        self.interceptors: dict[str, list[Interceptor]] = {}
+        stages = {**parts.layers, parts.paths.norm: parts.norm}
+        for name, stage in stages.items():
+            found = [
+                interceptor(f"{name}.{inner}" if inner else name, module, self.tape)
+                for inner, module in stage.named_modules()
+                if any(True for _ in module.parameters(recurse=False))
+            ]
+            self.interceptors[name] = [one for one in found if one is not None]
+            self._cover(p for one in self.interceptors[name] for p in one.covers())
+        self._cover(p for p in (parts.tokens.weight, *parts.head.parameters()) if p.requires_grad)
+        if parts.positions is not None and parts.positions.weight.requires_grad:
+            self._cover([parts.positions.weight])
+        if strict:
+            self._check_covered()
+
+    def _cover(self, parameters: Iterable[Tensor]) -> None:
+        self.covered.update((id(p), p) for p in parameters)
+
+    def _check_covered(self) -> None:
+        for name, module in self.parts.model.named_modules():
+            for inner, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and id(parameter) not in self.covered:
+                    raise ValueError(
+                        f"{OP}: {name or 'the model'} ({type(module).__name__}) owns {inner}, and no interceptor is "
+                        "registered for it: register one (fastadv.gradproj.register_interceptor), freeze it, or pass "
+                        "strict=False to leave it out"
+                    )
+
+    def gram(self, progress: Callable[[int, int], None]) -> Tensor:
+        """`[S, S]` float64."""
+        batches, names = self.plan.micro_batches, list(self.parts.layers)
+        with self._intercepted():
+            with torch.no_grad():
+                calls = [self._forward(one.ids) for one in batches]
+                self._check_batch_mates(calls)
+            total, norm = len(names) + 2, self.parts.paths.norm
+            cotangents = [self._through_norm(one, call.pop()) for one, call in zip(batches, calls, strict=True)]
+            self._multiply(norm)
+            progress(1, total)
+            for done, name in enumerate(reversed(names)):
+                layer = self.parts.layers[name]
+                for i, one in enumerate(batches):
+                    cotangents[i] = self._back(name, layer, one, calls[i].pop(), cotangents[i])
+                self._multiply(name)
+                progress(done + 2, total)
+            with torch.no_grad():
+                self._embeddings(cotangents)
+            progress(total, total)
+        return self.total.whole()
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        """Puts the interceptors in place of their modules' forwards, and takes them away again."""
+        ours = [one for found in self.interceptors.values() for one in found]
+        before = [one.module.__dict__.get("forward") for one in ours]
+        try:
+            for one in ours:
+                one.module.forward = one
+            yield
+        finally:
+            for one, forward in zip(ours, before, strict=True):
+                if forward is None:
+                    one.module.__dict__.pop("forward", None)
+                else:
+                    one.module.forward = forward
+
+    def _forward(self, ids: Tensor) -> list[_Call]:
+        """Runs the model below the head and keeps what every layer and the last norm get."""
+        calls: list[_Call] = []
+
+        def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            keywords = dict(keywords)
+            hidden = keywords.pop("hidden_states") if not arguments else arguments[0]
+            calls.append(_Call(hidden, arguments[1:], keywords))
+
+        stages = [*self.parts.layers.values(), self.parts.norm]
+        hooks = [stage.register_forward_pre_hook(keep, with_kwargs=True) for stage in stages]
+        try:
+            self.parts.hidden(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(calls) != len(stages) or not torch.equal(calls[0].hidden, self.parts.embedded(ids)):
+            raise ValueError(
+                f"{OP}: the model does not run its {len(stages) - 1} layers on its embeddings one after the other"
+            )
+        return calls
+
+    def _log_probs(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Log-probs `[n - 1]` of `ids [n]` from the last norm's input `[1, n, d]`."""
+        hidden = self.parts.norm(hidden)[0, :-1]
+        return self.head.logits(hidden).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+
+    def _check_batch_mates(self, calls: list[list[_Call]]) -> None:
+        """Raises ValueError unless a rollout's log-probs beside others are what they are alone, on a few tokens."""
+        crowded = [i for i, one in enumerate(self.plan.micro_batches) if one.ids.shape[0] > 1]
+        if not crowded:
+            return
+        i = min(crowded, key=lambda i: self.plan.micro_batches[i].rows)
+        ids = self.plan.micro_batches[i].ids[-1, :SAMPLE_TOKENS]
+        if len(ids) < 2:
+            return
+        beside = self._log_probs(calls[i][-1].hidden[-1:, : len(ids)], ids)
+        alone = self._log_probs(self._forward(ids[None])[-1].hidden, ids)
+        difference, tolerance = float((alone - beside).abs().max()), BATCH_MATE_TOLERANCE[calls[i][-1].hidden.dtype]
+        if difference > tolerance:
+            raise ValueError(
+                f"{OP}: a rollout's log-probs beside others differ by {difference:.1e} nats from those alone (more "
+                f"than {tolerance:.0e}): the model's attention or norms look at other rollouts"
+            )
+
+    def _through_norm(self, micro_batch: MicroBatch, call: _Call) -> list[Tensor]:
+        """The head's cotangents, taken back through the last norm."""
+
+        def cotangents(hidden: Tensor) -> list[Tensor]:
+            by_loss = self.head.cotangents(micro_batch, hidden)  # [l, d]
+            return [
+                by_loss.new_zeros(stream.rows, by_loss.shape[1]).index_copy_(
+                    0, stream.loss_rows, by_loss[stream.losses]
+                )
+                for stream in micro_batch.streams
+            ]
+
+        return self._back(self.parts.paths.norm, self.parts.norm, micro_batch, call, cotangents)
+
+    def _back(
+        self,
+        name: str,
+        module: nn.Module,
+        micro_batch: MicroBatch,
+        call: _Call,
+        cotangents: list[Tensor] | Callable[[Tensor], list[Tensor]],
+    ) -> list[Tensor]:
+        """Recomputes a layer on a micro-batch and takes each stream's cotangent `[n, d]` of its output to its input."""
+        self.tape.micro_batch = micro_batch
+        for one in self.interceptors[name]:
+            one.called = False
+        x = call.hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            y = module(x, *call.arguments, **call.keywords)
+        y = y[0] if isinstance(y, tuple) else y
+        d = x.shape[-1]
+        with torch.no_grad():
+            if callable(cotangents):
+                cotangents = cotangents(y.detach().view(-1, d))
+        found = []
+        for stream in micro_batch.streams:
+            self.tape.stream = stream
+            whole = stream.spread(cotangents.pop(0), micro_batch.rows).view(y.shape)
+            (gradient,) = torch.autograd.grad(y, x, whole, retain_graph=bool(cotangents))
+            found.append(stream.gather(gradient.reshape(-1, d)))
+        return found
+
+    @torch.no_grad()
+    def _multiply(self, name: str) -> None:
+        """Adds the Gram of one layer's gradients."""
+        for one in self.interceptors[name]:
+            one.add_to(self.total, self.scratch_bytes)
+        self._check_finite(name)
+
+    def _check_finite(self, name: str) -> None:
+        if not self.total.finite():
+            raise ValueError(
+                f"{OP}: gradients of {name} are not finite: the model or the batch holds NaN or infinity, or the "
+                "temperature is too small"
+            )
+
+    def _embeddings(self, cotangents: list[list[Tensor]]) -> None:
+        """The token embedding, then the head, which may be the same parameter, then positions."""
+        parts = self.parts
+        rows, positions = EmbeddingRows(parts.tokens.padding_idx), EmbeddingRows(None)
+        for one, found in zip(self.plan.micro_batches, cotangents, strict=True):
+            place = torch.arange(one.ids.shape[1], device=one.ids.device).expand(one.ids.shape)
+            for stream, cotangent in zip(one.streams, found, strict=True):
+                if parts.tokens.weight.requires_grad:
+                    rows.keep(stream.gather(one.ids.flatten()), stream, cotangent)
+                if parts.positions is not None and parts.positions.weight.requires_grad:
+                    positions.keep(stream.gather(place.flatten()), stream, cotangent)
+        positions.add_to(self.total, self.scratch_bytes)
+        self._check_finite(str(parts.paths.positions))
+        if parts.tied and rows.any():
+            self.head.add_to(self.total, rows.sorted())
+        else:
+            rows.add_to(self.total, self.scratch_bytes)
+            self.head.add_to(self.total, None)
+        self._check_finite(f"{parts.paths.tokens} or {parts.paths.head}")

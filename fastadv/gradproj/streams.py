@@ -1,0 +1,163 @@
+"""Which loss tokens go back through the model together, and how far back their gradient reaches.
+
+A stream holds at most one segment of each rollout of a micro-batch. By causality the gradient of a segment is exactly 0
+behind its last loss token: the rows before are its live rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastadv.batch import Batch
+from fastadv.ops.segment_weight_gram import Run
+
+LEVELS = ("rollout", "turn")
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """One segment of some of a micro-batch's rollouts. Rows are counted through the padded `[b, T]`."""
+
+    runs: list[Run]  # live rows of each segment, among the micro-batch's rows and among the stream's
+    rollouts: Tensor  # [k] which of the micro-batch's rollouts
+    live: Tensor | None  # [n] the live rows; None: all rows in order
+    rows: int  # n
+    losses: Tensor  # [l] which of the micro-batch's loss tokens are the stream's
+    loss_rows: Tensor  # [l] where they are predicted, among the live rows
+
+    @property
+    def segments(self) -> list[int]:
+        """Numbers of the segments, in the order of `rollouts`."""
+        return [run.segment for run in self.runs]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The live rows `[n, ...]` of `[b * T, ...]`."""
+        return values if self.live is None else values.index_select(0, self.live)
+
+    def spread(self, values: Tensor, rows: int) -> Tensor:
+        """Live rows `[n, d]` among all rows `[rows, d]`; the rest is 0."""
+        if self.live is None:
+            return values
+        return values.new_zeros(rows, values.shape[1]).index_copy_(0, self.live, values)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rollouts up to the token before their last loss token, padded on the right, where no causal attention looks."""
+
+    ids: Tensor  # [b, T] int64
+    loss_rows: Tensor  # [l] row of b * T that predicts each loss token
+    labels: Tensor  # [l] the tokens
+    segments: Tensor  # [l]
+    weights: Tensor  # [l] float64
+    streams: list[Stream]
+
+    @property
+    def rows(self) -> int:
+        """b * T."""
+        return self.ids.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """All micro-batches, and what the segments are."""
+
+    micro_batches: list[MicroBatch]
+    rows: Tensor  # [S] rollout of each segment
+    turns: Tensor  # [S] turn, -1 at level "rollout"
+
+    @property
+    def segments(self) -> int:
+        """S."""
+        return self.rows.shape[0]
+
+
+def layout(
+    batches: Sequence[Batch], level: str, max_tokens: int, weights: Tensor | None, device: torch.device
+) -> Layout:
+    """Divides packed batches, whose token ids are checked, into micro-batches and streams."""
+    found: list[MicroBatch] = []
+    rows, turns = [], []
+    rollouts = segments = tokens = 0
+    for batch in batches:
+        index = batch.segments
+        count = batch.num_rollouts
+        if level == "turn":
+            row = torch.repeat_interleave(torch.arange(count), index.turns(), output_size=index.count)
+            rows.append(rollouts + row)
+            turns.append(torch.arange(index.count) - index.offsets[row])
+        else:
+            rows.append(rollouts + torch.arange(count))
+            turns.append(torch.full((count,), -1))
+        mine = torch.ones(batch.mask.shape[0]) if weights is None else weights[tokens : tokens + batch.mask.shape[0]]
+        for first, last in batch.micro_batches(max_tokens):
+            one = _micro_batch(batch, first, last, level, segments, mine.to("cpu", torch.float64), device)
+            if one is not None:
+                found.append(one)
+        rollouts, segments, tokens = rollouts + count, segments + len(rows[-1]), tokens + batch.mask.shape[0]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Layout(found, torch.cat([nothing, *rows]), torch.cat([nothing, *turns]))
+
+
+def _micro_batch(
+    batch: Batch, first: int, last: int, level: str, segment: int, weights: Tensor, device: torch.device
+) -> MicroBatch | None:
+    """Rollouts `first .. last - 1`; None if they have no loss token."""
+    assert batch.token_ids is not None
+    assert batch.cu_seqlens is not None
+    tokens = torch.arange(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last]))
+    tokens = tokens[(batch.mask & (batch.turn_ids >= 0))[tokens]]  # [l]
+    if not len(tokens):
+        return None
+    rollout = torch.searchsorted(batch.cu_seqlens, tokens, right=True) - 1  # [l]
+    starts = batch.token_ids.cu_seqlens
+    prompts = starts.diff() - batch.lengths  # [B]
+    position = tokens - batch.cu_seqlens[rollout] + prompts[rollout]  # [l] in its sequence; predicted by the row before
+    turn = batch.turn_ids[tokens].to(torch.int64) if level == "turn" else torch.zeros_like(tokens)
+    number = segment + (batch.segments.offsets[rollout] + turn if level == "turn" else rollout)
+    local = rollout - first
+    reach = torch.zeros(last - first, dtype=torch.int64).scatter_reduce(0, local, position, "amax")  # [b]
+    width = int(reach.max())
+    ids = batch.token_ids.ids.long()
+    padded = nn.utils.rnn.pad_sequence(
+        [ids[start : start + n] for start, n in zip(starts[first:last].tolist(), reach.tolist(), strict=True)],
+        batch_first=True,
+    )  # [b, T]
+    streams = [_stream(turn == j, local, position, number, padded.shape, device) for j in range(int(turn.max()) + 1)]
+    return MicroBatch(
+        ids=padded.to(device),
+        loss_rows=(local * width + position - 1).to(device),
+        labels=ids[starts[rollout] + position].to(device),
+        segments=number.to(device),
+        weights=weights[tokens].to(device),
+        streams=[stream for stream in streams if stream is not None],
+    )
+
+
+def _stream(
+    inside: Tensor, local: Tensor, position: Tensor, number: Tensor, shape: torch.Size, device: torch.device
+) -> Stream | None:
+    """The stream of the loss tokens that are inside; None if there are none."""
+    losses = inside.nonzero().squeeze(1)  # [l]
+    if not len(losses):
+        return None
+    local, position, number = local[losses], position[losses], number[losses]
+    reach = torch.zeros(shape[0], dtype=torch.int64).scatter_reduce(0, local, position, "amax")  # [b]
+    segment = torch.zeros(shape[0], dtype=torch.int64).index_copy(0, local, number)
+    rollouts = (reach > 0).nonzero().squeeze(1)  # [k]
+    starts = reach.cumsum(0) - reach  # [b] of each rollout's live rows among the stream's
+    within = torch.arange(int(reach.sum())) - torch.repeat_interleave(starts, reach)
+    live = torch.repeat_interleave(torch.arange(shape[0]) * shape[1], reach) + within  # [n]
+    runs = [Run(int(segment[r]), int(r) * shape[1], int(starts[r]), int(reach[r])) for r in rollouts]
+    return Stream(
+        runs=runs,
+        rollouts=rollouts.to(device),
+        live=None if len(live) == shape.numel() else live.to(device),
+        rows=len(live),
+        losses=losses.to(device),
+        loss_rows=(starts[local] + position - 1).to(device),
+    )

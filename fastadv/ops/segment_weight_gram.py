@@ -1,0 +1,167 @@
+"""The Gram matrix of per-segment weight gradients of a linear layer, in tiles: no segment's whole gradient exists.
+
+Operations, with N the rows of all segments: the gradients take 2 N d_in d_out, the Gram S^2 d_in d_out (one triangle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastadv import validation
+from fastadv.rows import Rows
+
+SCRATCH_BYTES = 2**25
+SUM_LENGTH = 2**15  # products that are added in float32 before their sum goes to float64
+TRIANGLE_BLOCKS = 8  # of which 36 in 64 are multiplied
+LEAST_BLOCK = 16  # segments
+LEAST_ROWS = 32  # of a tile: thinner products are slow
+
+
+class Run(NamedTuple):
+    """Rows of one segment that lie together: its inputs from `input_row`, its gradients from `gradient_row`."""
+
+    segment: int
+    input_row: int
+    gradient_row: int
+    rows: int
+
+
+class Part(NamedTuple):
+    """Inputs and output gradients of a linear layer for some segments, each of which is in one part only."""
+
+    inputs: Tensor  # [n, d_in]
+    output_gradients: Tensor  # [m, d_out]
+    runs: Sequence[Run]
+
+
+class Tile(NamedTuple):
+    """A block of the weight gradient of every segment; the next tile overwrites it."""
+
+    values: Tensor  # [S, rows, columns]
+    row: int  # first row of the weight
+    column: int  # first column
+
+    def flat(self) -> Tensor:
+        """`[S, rows * columns]`."""
+        return self.values.flatten(1)
+
+
+def tile_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the gradients of a dtype are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def tile_shape(segments: int, d_out: int, d_in: int, itemsize: int, scratch_bytes: int) -> tuple[int, int]:
+    """Rows and columns of a tile: whole rows where LEAST_ROWS of them fit, else as many columns as do."""
+    numbers = max(1, scratch_bytes // (itemsize * max(1, segments)))
+    rows = min(d_out, max(min(LEAST_ROWS, numbers), numbers // max(1, d_in)))
+    return rows, min(d_in, max(1, numbers // max(1, rows)))
+
+
+def weight_gradient_tiles(parts: Sequence[Part], segments: int, scratch_bytes: int) -> Iterator[Tile]:
+    """The weight gradients of all segments, a tile at a time; segments without rows have 0."""
+    if not parts or not segments:
+        return
+    d_in, d_out = parts[0].inputs.shape[1], parts[0].output_gradients.shape[1]
+    dtype, device = tile_dtype(parts[0].inputs.dtype), parts[0].inputs.device
+    rows, columns = tile_shape(segments, d_out, d_in, dtype.itemsize, scratch_bytes)
+    there = {run.segment for part in parts for run in part.runs if run.rows}
+    absent = torch.tensor([s for s in range(segments) if s not in there], dtype=torch.int64, device=device)
+    scratch = torch.empty(segments * rows * columns, dtype=dtype, device=device)
+    for row in range(0, d_out, rows):
+        for column in range(0, d_in, columns):
+            shape = (segments, min(rows, d_out - row), min(columns, d_in - column))
+            values = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
+            values[absent] = 0
+            for inputs, gradients, runs in parts:
+                x = inputs[:, column : column + shape[2]]
+                dy = gradients[:, row : row + shape[1]]
+                for segment, input_row, gradient_row, count in runs:
+                    if count:
+                        left = dy[gradient_row : gradient_row + count].to(dtype)
+                        torch.mm(left.t(), x[input_row : input_row + count].to(dtype), out=values[segment])
+            yield Tile(values, row, column)
+
+
+class GramSum:
+    """`H [S, S]` float64, summed over parts of the gradients. Only one triangle is multiplied."""
+
+    def __init__(self, segments: int, device: torch.device) -> None:
+        self.segments = segments
+        self.lower = torch.zeros(segments, segments, dtype=torch.float64, device=device)
+
+    def add(self, vectors: Tensor, segments: Tensor | None = None) -> None:
+        """Adds inner products of `vectors [k, n]`, gradients of all segments or of these (`[k]` int64, rising)."""
+        vectors = vectors.to(tile_dtype(vectors.dtype))
+        k = vectors.shape[0]
+        block = max(LEAST_BLOCK, -(-k // TRIANGLE_BLOCKS))
+        for columns in torch.split(vectors, SUM_LENGTH, dim=1):
+            for a in range(0, k, block):
+                b = min(k, a + block)
+                products = (columns[a:b] @ columns[:b].t()).to(torch.float64)  # [b - a, b]
+                if segments is None:
+                    self.lower[a:b, :b] += products
+                else:
+                    self.lower[segments[a:b, None], segments[:b]] += products
+
+    def finite(self) -> bool:
+        """Whether all sums are. On a GPU this waits."""
+        return bool(self.lower.isfinite().all())
+
+    def whole(self) -> Tensor:
+        """`H`, both triangles."""
+        lower = self.lower.tril()
+        return lower + lower.tril(-1).t()
+
+
+def segment_weight_gram(
+    inputs: Tensor,
+    output_gradients: Tensor,
+    cu_seqlens: Tensor,
+    gram: Tensor,
+    *,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> None:
+    """Adds the inner products of the segments' weight gradients `u_s = output_gradients[s]^T inputs[s]` to `gram`.
+
+    Products are float32 within a tile (float64 of float64 inputs) and float64 across tiles.
+
+    Args:
+        inputs: `[N, d_in]`, any strides.
+        output_gradients: `[N, d_out]`, dtype of inputs, any strides.
+        cu_seqlens: `[S + 1]`, ends of the segments; reading it waits for a GPU.
+        gram: `[S, S]` float64, added to.
+        scratch_bytes: most that a tile takes.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit, scratch_bytes below 1.
+    """
+    op = "segment_weight_gram"
+    validation.tensor(op, "inputs", inputs, dtypes=validation.FLOATS)
+    validation.tensor(op, "output_gradients", output_gradients, dtypes=(inputs.dtype,), device=inputs.device)
+    if inputs.dim() != 2 or output_gradients.dim() != 2 or inputs.shape[0] != output_gradients.shape[0]:
+        raise ValueError(
+            f"{op}: inputs has shape {list(inputs.shape)}, output_gradients {list(output_gradients.shape)}; expected "
+            "[N, d_in] and [N, d_out]"
+        )
+    rows = Rows.of(op, "inputs", inputs[:, :1].flatten(), cu_seqlens)
+    segments = rows.count
+    validation.tensor(op, "gram", gram, shape=(segments, segments), dtypes=(torch.float64,), device=inputs.device)
+    check_scratch(op, scratch_bytes)
+    starts, counts = cu_seqlens[:-1].tolist(), rows.lengths().tolist()
+    runs = [Run(s, start, start, count) for s, (start, count) in enumerate(zip(starts, counts, strict=True))]
+    with torch.no_grad():
+        total = GramSum(segments, inputs.device)
+        for tile in weight_gradient_tiles([Part(inputs, output_gradients, runs)], segments, scratch_bytes):
+            total.add(tile.flat())
+        gram += total.whole()
+
+
+def check_scratch(op: str, scratch_bytes: int) -> None:
+    """Raises ValueError unless there is scratch."""
+    if scratch_bytes < 1:
+        raise ValueError(f"{op}: scratch_bytes is {scratch_bytes}; it must be at least 1")
