@@ -102,6 +102,20 @@ def parts_of(model: nn.Module) -> Parts:
     )
 
 
+def check_parameters(model: nn.Module) -> None:
+    """Raises ValueError where parameters are not whole, or not together."""
+    devices = set()
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"segment_gram: {name} is sharded over processes; pass the whole model, or use GramAccumulator on the "
+                "gradients of a training step"
+            )
+        devices.add(parameter.device)
+    if len(devices) > 1:
+        raise ValueError(f"segment_gram: the model is on {', '.join(sorted(map(str, devices)))}; move it to one device")
+
+
 def check_sharing(parts: Parts) -> None:
     """Raises ValueError where a parameter has two names, other than a head tied to the embedding."""
     tied = {f"{parts.paths.tokens}.weight", f"{parts.paths.head}.weight"}
@@ -130,15 +144,16 @@ def check_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def fixed_policy(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, with attention that multiplies the whole matrix: what fused kernels split by batch
-    or by length, it does not. Everything is set back at the end."""
+    """The model in evaluation mode and its own precision, with attention that multiplies the whole matrix: what fused
+    kernels split by batch or by length, it does not. Everything is set back at the end."""
     training = [module for module in model.modules() if module.training]
     config: Any = model.config
     attention = config._attn_implementation
+    device = next(model.parameters()).device.type
     model.eval()
     try:
         config._attn_implementation = "sdpa"
-        with sdpa_kernel(SDPBackend.MATH):
+        with torch.inference_mode(False), torch.autocast(device, enabled=False), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         config._attn_implementation = attention

@@ -48,6 +48,11 @@ class Head:
         for rows, labels in zip(torch.split(hidden, chunk), torch.split(micro_batch.labels, chunk), strict=True):
             logits = self.logits(rows)  # [c, V]
             log_sum = logits.logsumexp(-1)
+            if not bool(log_sum.isfinite().all()):
+                raise ValueError(
+                    "segment_gram: the model's log-probs are not finite: it holds NaN or infinity, or the temperature "
+                    "is too small"
+                )
             p = logits.sub_(log_sum[:, None]).exp_()
             gradients.append(weight[labels].to(dtype) - p @ weight.to(dtype))
             log_sums.append(log_sum)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from fastadv import validation
 from fastadv.batch import Batch
 from fastadv.gradproj.embedding import EmbeddingRows
-from fastadv.gradproj.families import Parts, check_dropout, check_sharing, fixed_policy, parts_of
+from fastadv.gradproj.families import Parts, check_dropout, check_parameters, check_sharing, fixed_policy, parts_of
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.head import Head
 from fastadv.gradproj.interceptors import Interceptor, Tape, interceptor
 from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
-from fastadv.ops.segment_weight_gram import SCRATCH_BYTES, GramSum, check_scratch
+from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
 
 OP = "segment_gram"
 # Largest difference of a log-prob, in nats, between a rollout alone and the same beside others.
@@ -40,7 +40,7 @@ def segment_gram(
     temperature: float = 1.0,
     token_weights: Tensor | None = None,
     max_tokens: int = 4096,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
     strict: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> SegmentGram:
@@ -58,7 +58,7 @@ def segment_gram(
         temperature: of the policy; logits are divided by it.
         token_weights: `[N]`, a factor of each token's gradient, over all batches. None: 1.
         max_tokens: padded tokens of a micro-batch.
-        scratch_bytes: most that a tile of gradients, or of logits, takes.
+        scratch_bytes: most that a tile of gradients, or of logits, takes; None: 16 MiB on a CPU, 1 GiB on a GPU.
         strict: whether a module with parameters that cannot be intercepted is an error; if not, its parameters are
             left out, as those that are frozen are, and `covered` says so.
         progress: called with (done, of how many) after each layer.
@@ -74,8 +74,10 @@ def segment_gram(
     validation.choice(OP, "level", level, LEVELS)
     if not math.isfinite(temperature) or temperature <= 0:
         raise ValueError(f"{OP}: temperature is {temperature}; it must be finite and above 0")
-    check_scratch(OP, scratch_bytes)
     parts = parts_of(model)
+    device = parts.tokens.weight.device
+    scratch_bytes = checked_scratch(OP, scratch_bytes, device)
+    check_parameters(model)
     check_dropout(model)
     check_sharing(parts)
     for one in batches:
@@ -83,7 +85,9 @@ def segment_gram(
     if token_weights is not None:
         tokens = sum(one.mask.shape[0] for one in batches)
         validation.tensor(OP, "token_weights", token_weights, shape=(tokens,), dtypes=validation.FLOATS)
-    plan = layout(batches, level, max_tokens, token_weights, parts.tokens.weight.device)
+        if not bool(token_weights.isfinite().all()):
+            raise ValueError(f"{OP}: token_weights[{int((~token_weights.isfinite()).nonzero()[0])}] is not finite")
+    plan = layout(batches, level, max_tokens, token_weights, device)
     with fixed_policy(model):
         run = _Run(parts, plan, temperature, scratch_bytes, strict)
         gram = run.gram(progress or (lambda done, total: None))
@@ -303,8 +307,8 @@ class _Run:
     def _check_finite(self, name: str) -> None:
         if not self.total.finite():
             raise ValueError(
-                f"{OP}: gradients of {name} are not finite: the model or the batch holds NaN or infinity, or the "
-                "temperature is too small"
+                f"{OP}: gradients of {name} are not finite: they overflow {self.parts.tokens.weight.dtype}, or a "
+                "backward divides by 0"
             )
 
     def _embeddings(self, cotangents: list[list[Tensor]]) -> None:

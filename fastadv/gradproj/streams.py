@@ -7,12 +7,12 @@ behind its last loss token: the rows before are its live rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from fastadv.batch import Batch
+from fastadv.batch import Batch, TokenIds
 from fastadv.ops.segment_weight_gram import Run
 
 LEVELS = ("rollout", "turn")
@@ -83,7 +83,7 @@ def layout(
     found: list[MicroBatch] = []
     rows, turns = [], []
     rollouts = segments = tokens = 0
-    for batch in batches:
+    for batch in map(_on_host, batches):
         index = batch.segments
         count = batch.num_rollouts
         if level == "turn":
@@ -101,6 +101,22 @@ def layout(
         rollouts, segments, tokens = rollouts + count, segments + len(rows[-1]), tokens + batch.mask.shape[0]
     nothing = torch.zeros(0, dtype=torch.int64)
     return Layout(found, torch.cat([nothing, *rows]), torch.cat([nothing, *turns]))
+
+
+def _on_host(batch: Batch) -> Batch:
+    """The batch where its layout can be read without waiting."""
+    if batch.mask.device.type == "cpu":
+        return batch
+    assert batch.token_ids is not None
+    assert batch.cu_seqlens is not None
+    return replace(
+        batch,
+        mask=batch.mask.cpu(),
+        turn_ids=batch.turn_ids.cpu(),
+        cu_seqlens=batch.cu_seqlens.cpu(),
+        lengths=batch.lengths.cpu(),
+        token_ids=TokenIds(batch.token_ids.ids.cpu(), batch.token_ids.cu_seqlens.cpu()),
+    )
 
 
 def _micro_batch(

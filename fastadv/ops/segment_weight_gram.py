@@ -14,7 +14,7 @@ from torch import Tensor
 from fastadv import validation
 from fastadv.rows import Rows
 
-SCRATCH_BYTES = 2**25
+SCRATCH_BYTES = {"cpu": 2**24, "cuda": 2**30}  # of a tile, where the caller does not say, by kind of device
 SUM_LENGTH = 2**15  # products that are added in float32 before their sum goes to float64
 TRIANGLE_BLOCKS = 8  # of which 36 in 64 are multiplied
 LEAST_BLOCK = 16  # segments
@@ -67,6 +67,8 @@ def weight_gradient_tiles(parts: Sequence[Part], segments: int, scratch_bytes: i
     if not parts or not segments:
         return
     d_in, d_out = parts[0].inputs.shape[1], parts[0].output_gradients.shape[1]
+    if not d_in * d_out:
+        return
     dtype, device = tile_dtype(parts[0].inputs.dtype), parts[0].inputs.device
     rows, columns = tile_shape(segments, d_out, d_in, dtype.itemsize, scratch_bytes)
     there = {run.segment for part in parts for run in part.runs if run.rows}
@@ -124,7 +126,7 @@ def segment_weight_gram(
     cu_seqlens: Tensor,
     gram: Tensor,
     *,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
 ) -> None:
     """Adds the inner products of the segments' weight gradients `u_s = output_gradients[s]^T inputs[s]` to `gram`.
 
@@ -135,7 +137,7 @@ def segment_weight_gram(
         output_gradients: `[N, d_out]`, dtype of inputs, any strides.
         cu_seqlens: `[S + 1]`, ends of the segments; reading it waits for a GPU.
         gram: `[S, S]` float64, added to.
-        scratch_bytes: most that a tile takes.
+        scratch_bytes: most that a tile takes; None: SCRATCH_BYTES of the device.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit, scratch_bytes below 1.
@@ -148,10 +150,10 @@ def segment_weight_gram(
             f"{op}: inputs has shape {list(inputs.shape)}, output_gradients {list(output_gradients.shape)}; expected "
             "[N, d_in] and [N, d_out]"
         )
-    rows = Rows.of(op, "inputs", inputs[:, :1].flatten(), cu_seqlens)
+    rows = Rows.of(op, "inputs", inputs.new_empty(1).expand(inputs.shape[0]), cu_seqlens)
     segments = rows.count
     validation.tensor(op, "gram", gram, shape=(segments, segments), dtypes=(torch.float64,), device=inputs.device)
-    check_scratch(op, scratch_bytes)
+    scratch_bytes = checked_scratch(op, scratch_bytes, inputs.device)
     starts, counts = cu_seqlens[:-1].tolist(), rows.lengths().tolist()
     runs = [Run(s, start, start, count) for s, (start, count) in enumerate(zip(starts, counts, strict=True))]
     with torch.no_grad():
@@ -161,7 +163,10 @@ def segment_weight_gram(
         gram += total.whole()
 
 
-def check_scratch(op: str, scratch_bytes: int) -> None:
-    """Raises ValueError unless there is scratch."""
+def checked_scratch(op: str, scratch_bytes: int | None, device: torch.device) -> int:
+    """The scratch that is given, or the device's. Raises ValueError where it is none."""
+    if scratch_bytes is None:
+        return SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cpu"])
     if scratch_bytes < 1:
         raise ValueError(f"{op}: scratch_bytes is {scratch_bytes}; it must be at least 1")
+    return scratch_bytes
