@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastadv.gradproj import attention
+from fastadv.gradproj.interceptors import Tape
 
 
 @dataclass(frozen=True)
@@ -143,19 +145,22 @@ def check_dropout(model: nn.Module) -> None:
 
 
 @contextmanager
-def fixed_policy(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and its own precision, with attention that multiplies the whole matrix: what fused
-    kernels split by batch or by length, it does not. Everything is set back at the end."""
+def fixed_policy(model: nn.Module, tape: Tape) -> Iterator[None]:
+    """The model in evaluation mode and its own precision, with attention whose results do not depend on batch mates,
+    as those of fused kernels do. Everything is set back at the end."""
     training = [module for module in model.modules() if module.training]
     config: Any = model.config
-    attention = config._attn_implementation
+    own = config._attn_implementation
     device = next(model.parameters()).device.type
+    attention.register()
+    token = attention.TAPE.set(tape)
     model.eval()
     try:
-        config._attn_implementation = "sdpa"
-        with torch.inference_mode(False), torch.autocast(device, enabled=False), sdpa_kernel(SDPBackend.MATH):
+        config._attn_implementation = attention.NAME
+        with torch.inference_mode(False), torch.autocast(device, enabled=False):
             yield
     finally:
-        config._attn_implementation = attention
+        attention.TAPE.reset(token)
+        config._attn_implementation = own
         for module in training:
             module.training = True

@@ -88,8 +88,9 @@ def segment_gram(
         if not bool(token_weights.isfinite().all()):
             raise ValueError(f"{OP}: token_weights[{int((~token_weights.isfinite()).nonzero()[0])}] is not finite")
     plan = layout(batches, level, max_tokens, token_weights, device)
-    with fixed_policy(model):
-        run = _Run(parts, plan, temperature, scratch_bytes, strict)
+    tape = Tape(plan.segments)
+    with fixed_policy(model, tape):
+        run = _Run(parts, plan, tape, temperature, scratch_bytes, strict)
         gram = run.gram(progress or (lambda done, total: None))
         return SegmentGram(
             gram=gram,
@@ -137,9 +138,10 @@ class _Call:
 class _Run:
     """One pass over one model and all micro-batches."""
 
-    def __init__(self, parts: Parts, plan: Layout, temperature: float, scratch_bytes: int, strict: bool) -> None:
-        self.parts, self.plan, self.scratch_bytes = parts, plan, scratch_bytes
-        self.tape = Tape(plan.segments)
+    def __init__(
+        self, parts: Parts, plan: Layout, tape: Tape, temperature: float, scratch_bytes: int, strict: bool
+    ) -> None:
+        self.parts, self.plan, self.tape, self.scratch_bytes = parts, plan, tape, scratch_bytes
         self.total = GramSum(plan.segments, parts.tokens.weight.device)
         self.head = Head(parts.head, temperature, scratch_bytes)
         self.covered: dict[int, Tensor] = {}

@@ -94,7 +94,7 @@ class GramSum:
 
     def __init__(self, segments: int, device: torch.device) -> None:
         self.segments = segments
-        self.lower = torch.zeros(segments, segments, dtype=torch.float64, device=device)
+        self.upper = torch.zeros(segments, segments, dtype=torch.float64, device=device)
 
     def add(self, vectors: Tensor, segments: Tensor | None = None) -> None:
         """Adds inner products of `vectors [k, n]`, gradients of all segments or of these (`[k]` int64, rising)."""
@@ -104,20 +104,21 @@ class GramSum:
         for columns in torch.split(vectors, SUM_LENGTH, dim=1):
             for a in range(0, k, block):
                 b = min(k, a + block)
-                products = (columns[a:b] @ columns[:b].t()).to(torch.float64)  # [b - a, b]
+                # Many rows by few: the other way round, libraries for the CPU take twice as long.
+                products = (columns[:b] @ columns[a:b].t()).to(torch.float64)  # [b, b - a]
                 if segments is None:
-                    self.lower[a:b, :b] += products
+                    self.upper[:b, a:b] += products
                 else:
-                    self.lower[segments[a:b, None], segments[:b]] += products
+                    self.upper[segments[:b, None], segments[a:b]] += products
 
     def finite(self) -> bool:
         """Whether all sums are. On a GPU this waits."""
-        return bool(self.lower.isfinite().all())
+        return bool(self.upper.isfinite().all())
 
     def whole(self) -> Tensor:
         """`H`, both triangles."""
-        lower = self.lower.tril()
-        return lower + lower.tril(-1).t()
+        upper = self.upper.triu()
+        return upper + upper.triu(1).t()
 
 
 def segment_weight_gram(
