@@ -12,6 +12,13 @@ from fastadv.ops.segment_weight_gram import GramSum, Part, Run, tile_dtype, weig
 LEAST_SLICE = 64  # words: thinner products are slow
 
 
+def slice_width(vocabulary: int, tokens: int, gradients: int, numbers: int) -> int:
+    """Words of a vocabulary slice, of which there are `tokens` logits and `gradients` weights of all segments a word:
+    as many as fit in `numbers`, and LEAST_SLICE at least where their logits do."""
+    fewest = min(LEAST_SLICE, max(1, numbers // tokens))
+    return min(vocabulary, max(fewest, numbers // max(tokens, gradients)))
+
+
 class Head:
     """A linear output layer over the hidden states that loss tokens are predicted from.
 
@@ -81,9 +88,7 @@ class Head:
         runs = [Run(s, starts[i], starts[i], starts[i + 1] - starts[i]) for i, s in enumerate(there.tolist())]
 
         (vocabulary, size), tokens = self.linear.weight.shape, hidden.shape[0]
-        numbers = self.scratch_bytes // log_sums.itemsize
-        fewest = min(LEAST_SLICE, max(1, numbers // tokens))
-        width = min(vocabulary, max(fewest, numbers // max(tokens, gram.segments * size)))
+        width = slice_width(vocabulary, tokens, gram.segments * size, self.scratch_bytes // log_sums.itemsize)
         train_weight = self.linear.weight.requires_grad
         train_bias = self.linear.bias is not None and self.linear.bias.requires_grad
         for first in range(0, vocabulary, width):
