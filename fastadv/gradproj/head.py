@@ -10,6 +10,7 @@ from fastadv.gradproj.streams import MicroBatch
 from fastadv.ops.segment_weight_gram import GramSum, Part, Run, tile_dtype, weight_gradient_tiles
 
 LEAST_SLICE = 64  # words: thinner products are slow
+LEAST_ROWS = 64  # of logits, for the same reason
 
 
 def slice_width(vocabulary: int, tokens: int, gradients: int, numbers: int) -> int:
@@ -50,10 +51,14 @@ class Head:
         hidden = hidden.index_select(0, micro_batch.loss_rows)  # [l, d]
         dtype = tile_dtype(hidden.dtype)
         weight = self.linear.weight.detach()
-        chunk = max(1, self.scratch_bytes // (dtype.itemsize * weight.shape[0]))
+        chunk = max(LEAST_ROWS, self.scratch_bytes // (dtype.itemsize * weight.shape[0]))
+        # A weight of another precision is widened a slice at a time.
+        width = max(1, self.scratch_bytes // (dtype.itemsize * weight.shape[1]))
+        width = weight.shape[0] if weight.dtype == dtype else width
         log_sums, gradients = [], []
         for rows, labels in zip(torch.split(hidden, chunk), torch.split(micro_batch.labels, chunk), strict=True):
-            logits = self.logits(rows)  # [c, V]
+            parts = [self.logits(rows, a, a + width) for a in range(0, weight.shape[0], width)]
+            logits = parts[0] if len(parts) == 1 else torch.cat(parts, 1)  # [c, V]
             log_sum = logits.logsumexp(-1)
             if not bool(log_sum.isfinite().all()):
                 raise ValueError(
@@ -61,9 +66,12 @@ class Head:
                     "is too small"
                 )
             p = logits.sub_(log_sum[:, None]).exp_()
-            gradients.append(weight[labels].to(dtype) - p @ weight.to(dtype))
+            gradient = weight[labels].to(dtype)  # [c, d]
+            for a in range(0, weight.shape[0], width):
+                gradient -= p[:, a : a + width] @ weight[a : a + width].to(dtype)
+            gradients.append(gradient)
             log_sums.append(log_sum)
-            del logits, p
+            del parts, logits, p
         if any(p.requires_grad for p in self.linear.parameters()):
             self._hidden.append(hidden)
             self._log_sums.append(torch.cat(log_sums))

@@ -205,7 +205,7 @@ class NormInterceptor(Interceptor):
     def backward(self, dy: Tensor, n: Tensor) -> Tensor:
         """Keeps one stream's parameter gradients and returns that of the normalised input."""
         if self.module.weight.requires_grad:
-            self.weights.keep(self.tape, dy * n)
+            self.weights.keep(self.tape, dy.to(tile_dtype(dy.dtype)) * n)
         bias = getattr(self.module, "bias", None)
         if bias is not None and bias.requires_grad:
             self.biases.keep(self.tape, dy)

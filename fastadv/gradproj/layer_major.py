@@ -58,7 +58,8 @@ def segment_gram(
         temperature: of the policy; logits are divided by it.
         token_weights: `[N]`, a factor of each token's gradient, over all batches. None: 1.
         max_tokens: padded tokens of a micro-batch.
-        scratch_bytes: most that a tile of gradients, or of logits, takes; None: 16 MiB on a CPU, 1 GiB on a GPU.
+        scratch_bytes: most that a tile of gradients takes, or one of logits if it has more than 64 rows. None: 16 MiB
+            on a CPU, 1 GiB on a GPU.
         strict: whether a module with parameters that cannot be intercepted is an error; if not, its parameters are
             left out, as those that are frozen are, and `covered` says so.
         progress: called with (done, of how many) after each layer.
@@ -67,7 +68,8 @@ def segment_gram(
         ValueError: a model of another family, a module that cannot be intercepted, dropout that is on, parameters
             shared other than by a tied head, rollouts without token ids or prompt, from another tokenizer or longer
             than the model's context, gradients that are not finite, a model whose log-probs of a rollout depend on the
-            rollouts beside it. Always the model is left as it was.
+            rollouts beside it (by more than BATCH_MATE_TOLERANCE, looked at on a few tokens). The model is always left
+            as it was.
     """
     batches = [batch] if isinstance(batch, Batch) else list(batch)
     batches = [one.packed() for one in batches]
@@ -93,7 +95,7 @@ def segment_gram(
         run = _Run(parts, plan, tape, temperature, scratch_bytes, strict)
         gram = run.gram(progress or (lambda done, total: None))
         return SegmentGram(
-            gram=gram,
+            gram=gram.cpu(),
             rows=plan.rows,
             turns=plan.turns,
             covered=sum(p.numel() for p in run.covered.values()),
