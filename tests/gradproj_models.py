@@ -68,6 +68,21 @@ def ragged_batch(rollouts: int = 6, *, seed: int = 0, turns: int = 4, vocabulary
     )
 
 
+def equal_batch(rollouts: int, turns: int, turn_tokens: int) -> fa.Batch:
+    """Rollouts of equal length, one token of prompt."""
+    length = turns * turn_tokens
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (rollouts * (length + 1),), generator=generator)
+    return fa.Batch.of(
+        mask=(torch.arange(length) % turn_tokens >= 1).repeat(rollouts),
+        rewards=torch.zeros(rollouts),
+        group_ids=[0] * rollouts,
+        outcomes=torch.zeros(rollouts, dtype=torch.int64),
+        cu_seqlens=torch.arange(rollouts + 1) * length,
+        token_ids=fa.TokenIds(ids, torch.arange(rollouts + 1) * (length + 1)),
+    )
+
+
 @contextmanager
 def exact_norms(model: nn.Module) -> Iterator[None]:
     """RMSNorms without the float32 that transformers computes them in, whatever the model is."""

@@ -14,6 +14,7 @@ import torch
 from gradproj_models import (
     FAMILIES,
     VOCABULARY,
+    equal_batch,
     ragged_batch,
     relative_error,
     rollout_log_probs,
@@ -21,10 +22,14 @@ from gradproj_models import (
     written_out,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fastadv as fa
 from fastadv import gradproj
-from fastadv.gradproj import interceptors
+from fastadv.gradproj import attention, interceptors
+from fastadv.gradproj.interceptors import Tape
+from fastadv.gradproj.streams import Stream
+from fastadv.ops.segment_weight_gram import Run
 from fastadv.replay.readers import ReadOptions, read
 
 
@@ -94,6 +99,53 @@ def test_sliding_windows_go_along(batch: fa.Batch) -> None:
     assert model.config.layer_types == ["full_attention", "sliding_attention"]
     u = written_out(model, batch, "turn")
     found = gradproj.segment_gram(model, batch, level="turn", max_tokens=40)
+    assert relative_error(found.gram, u @ u.t()) < 1e-12
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("heads", [2, 4], ids=["own keys", "shared keys"])
+def test_attention_is_torchs(heads: int, window: int | None) -> None:
+    """Over several blocks of queries, forward and backward, and on the rows of one stream."""
+    tokens, reach = 2 * attention.BLOCK + 22, attention.BLOCK + 5
+    q, k, v = (torch.randn(3, h, tokens, 8, dtype=torch.float64, requires_grad=True) for h in (heads, 2, 2))
+    behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    looks = (behind >= 0) & (behind < (window or tokens))
+    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=looks, scale=0.3, enable_gqa=True)
+    tape = Tape(3)
+    token = attention.TAPE.set(tape)
+    try:
+        mask = None if window is None else looks.expand(3, 1, tokens, tokens)
+        found = attention.attention(nn.Module(), q, k, v, mask, scaling=0.3)[0].transpose(1, 2)
+    finally:
+        attention.TAPE.reset(token)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for rows in (tokens, reach):
+        runs = [Run(i, 0, 0, rows - i) for i in range(3)]
+        nothing = torch.zeros(0, dtype=torch.int64)
+        tape.stream = Stream(runs, nothing, None, 0, nothing, nothing)
+        dy = torch.randn_like(found) * (torch.arange(tokens) < rows)[:, None]
+        gradients = torch.autograd.grad(found, (q, k, v), dy, retain_graph=True)
+        for ours, theirs in zip(
+            gradients, torch.autograd.grad(expected, (q, k, v), dy, retain_graph=True), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_attention_that_is_more_than_softmax_is_refused() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="Module attends with softcap, which is not supported"):
+        attention.attention(nn.Module(), q, q, q, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_rollouts_of_many_blocks(family: str) -> None:
+    model = small_model(family, max_position_embeddings=256, initializer_range=0.2)
+    long = equal_batch(2, 3, 60)
+    u = written_out(model, long, "turn")
+    found = gradproj.segment_gram(model, long, level="turn")
     assert relative_error(found.gram, u @ u.t()) < 1e-12
 
 
@@ -274,6 +326,18 @@ def test_a_model_in_two_places_is_refused(batch: fa.Batch) -> None:
     model = small_model("gpt2")
     model.transformer.ln_f.to("meta")
     with pytest.raises(ValueError, match="the model is on cpu, meta"):
+        gradproj.segment_gram(model, batch)
+
+
+def test_gradients_that_are_not_finite(batch: fa.Batch) -> None:
+    """Finite log-probs, but products beyond float64; and a model that holds NaN."""
+    model = small_model("qwen2")
+    huge = torch.full(batch.mask.shape, 1e200, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"gradients of model\.norm are not finite"):
+        gradproj.segment_gram(model, batch, token_weights=huge)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="log-probs are not finite: it holds NaN"):
         gradproj.segment_gram(model, batch)
 
 

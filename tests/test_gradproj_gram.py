@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradproj_models import ragged_batch, relative_error, rollout_log_probs, small_model, written_out
+from gradproj_models import equal_batch, ragged_batch, relative_error, rollout_log_probs, small_model, written_out
 from rollout_files import samples, write_dump
 from torch import Tensor, nn
 
@@ -192,21 +192,6 @@ def test_a_turns_share_is_that_of_its_loss_not_of_its_positions(batch: fa.Batch)
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------
-
-
-def equal_batch(rollouts: int, turns: int, turn_tokens: int) -> fa.Batch:
-    """Rollouts of equal length, one token of prompt."""
-    length = turns * turn_tokens
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 23, (rollouts * (length + 1),), generator=generator)
-    return fa.Batch.of(
-        mask=(torch.arange(length) % turn_tokens >= 1).repeat(rollouts),
-        rewards=torch.zeros(rollouts),
-        group_ids=[0] * rollouts,
-        outcomes=torch.zeros(rollouts, dtype=torch.int64),
-        cu_seqlens=torch.arange(rollouts + 1) * length,
-        token_ids=fa.TokenIds(ids, torch.arange(rollouts + 1) * (length + 1)),
-    )
 
 
 @pytest.mark.parametrize("level", ["rollout", "turn"])

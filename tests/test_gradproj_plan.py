@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradproj_models import FAMILIES, small_model
+from gradproj_models import FAMILIES, equal_batch, small_model
 
 from fastadv import gradproj
 from fastadv.gradproj.plan import Shape
@@ -60,8 +60,6 @@ def test_the_committed_policys_configuration() -> None:
 @pytest.mark.parametrize("level", ["rollout", "turn"])
 def test_operations_are_those_that_are_counted(level: str) -> None:
     """On rollouts of one length whose turns are equal, as the planner takes them to be."""
-    from test_gradproj_gram import equal_batch
-
     from bench.gradproj import Operations
 
     model = small_model("llama", max_position_embeddings=512, vocab_size=97)

@@ -56,7 +56,7 @@ def segment_gram(
         level: "rollout", or "turn" for segments (rollout, turn) in the order of `batch.segments`. Tokens outside of
             turns count in neither.
         temperature: of the policy; logits are divided by it.
-        token_weights: `[N]`, a factor of each token's gradient, over all batches. None: 1.
+        token_weights: `[N]`, a factor of each response token's gradient, packed, over all batches. None: 1.
         max_tokens: padded tokens of a micro-batch.
         scratch_bytes: most that a tile of gradients takes, or one of logits if it has more than 64 rows. None: 16 MiB
             on a CPU, 1 GiB on a GPU.
@@ -230,7 +230,8 @@ class _Run:
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(calls) != len(stages) or not torch.equal(calls[0].hidden, self.parts.embedded(ids)):
+        chain = len(calls) == len(stages)
+        if not chain or not calls[0].hidden.allclose(self.parts.embedded(ids), rtol=0, atol=0, equal_nan=True):
             raise ValueError(
                 f"{OP}: the model does not run its {len(stages) - 1} layers on its embeddings one after the other"
             )

@@ -80,12 +80,12 @@ def weight_gradient_tiles(parts: Sequence[Part], segments: int, scratch_bytes: i
             values = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
             values[absent] = 0
             for inputs, gradients, runs in parts:
-                x = inputs[:, column : column + shape[2]]
-                dy = gradients[:, row : row + shape[1]]
+                x = inputs[:, column : column + shape[2]].to(dtype)
+                dy = gradients[:, row : row + shape[1]].to(dtype).t()
                 for segment, input_row, gradient_row, count in runs:
                     if count:
-                        left = dy[gradient_row : gradient_row + count].to(dtype)
-                        torch.mm(left.t(), x[input_row : input_row + count].to(dtype), out=values[segment])
+                        left, right = dy[:, gradient_row : gradient_row + count], x[input_row : input_row + count]
+                        torch.mm(left, right, out=values[segment])
             yield Tile(values, row, column)
 
 
