@@ -76,7 +76,7 @@ class Facts(machine_code.Counts):
         return self.local_loads + self.local_stores
 
 
-def check(facts: Facts | str, *, streaming: bool, in_place: bool = False) -> list[str]:
+def check(facts: Facts | str, *, streaming: bool, in_place: bool = False, products: bool = False) -> list[str]:
     """What is wrong, in words; nothing if all is well.
 
     Args:
@@ -84,6 +84,7 @@ def check(facts: Facts | str, *, streaming: bool, in_place: bool = False) -> lis
         streaming: whether it has a main stream, which moves 16 bytes at a time and computes nothing in float64 in its
             innermost loops.
         in_place: whether it may write where its threads read what they share, and so needs a barrier between.
+        products: whether its matrix products belong on tensor cores.
     """
     if isinstance(facts, str):
         return [f"does not compile: {facts}"]
@@ -104,6 +105,8 @@ def check(facts: Facts | str, *, streaming: bool, in_place: bool = False) -> lis
         complaints.append(f"the offset into {name} is computed in 32 bits: cast to tl.int64 before multiplying")
     if in_place and not facts.barriers_before_stores:
         complaints.append("no barrier between what its threads read together and its stores: in place, they race")
+    if products and not facts.tensor_core:
+        complaints.append("no matrix products on tensor cores")
     if streaming:
         complaints += _narrow_streams("load", facts.loads, facts.streamed_loads)
         complaints += _narrow_streams("store", facts.stores, facts.streamed_stores)
@@ -254,7 +257,9 @@ def main(arguments: list[str]) -> int:
     every = kernel_registry.all_entries()
     wanted = [e for e in every if not asked.kernels or any(part in e.kernel for part in asked.kernels)]
     results = inspect_all(wanted, asked.target)
-    complaints = {e.name: check(results[e.name], streaming=e.streaming, in_place=e.in_place) for e in wanted}
+    complaints = {
+        e.name: check(results[e.name], streaming=e.streaming, in_place=e.in_place, products=e.products) for e in wanted
+    }
     compiled = {name: facts for name, facts in results.items() if isinstance(facts, Facts)}
     if asked.kernels or asked.target != TARGET:
         for name, facts in compiled.items():

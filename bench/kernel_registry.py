@@ -23,6 +23,7 @@ class Entry:
     family: str  # the same without dtypes
     streaming: bool  # whether its main stream has to move 16 bytes at a time
     in_place: bool  # whether it may write where its threads read what they share
+    products: bool  # whether its matrix products belong on tensor cores
     configuration: Any
 
     @property
@@ -51,6 +52,7 @@ def entries(module: str) -> tuple[Entry, ...]:
         by_kernel.setdefault(configuration.name, []).append(configuration)
     streaming = {kernel.__name__ for kernel in source.STREAMING}
     in_place = {kernel.__name__ for kernel in getattr(source, "IN_PLACE", ())}
+    products = {kernel.__name__ for kernel in getattr(source, "PRODUCTS", ())}
     narrow = getattr(source, "narrow", lambda configuration: False)  # forms that move less at a time, and say why
     short = module.rpartition(".")[2]
     return tuple(
@@ -60,6 +62,7 @@ def entries(module: str) -> tuple[Entry, ...]:
             f"{short}.{kernel}" + _bracketed(rest),
             kernel in streaming and not narrow(configuration),
             kernel in in_place,
+            kernel in products,
             configuration,
         )
         for kernel, configurations in by_kernel.items()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?)\s*;", re.MULTILINE)
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+MATRIX = ("HGMMA", "HMMA", "UTCHMMA")
 ENDS = ("EXIT", "RET", "KILL")
 INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")
 FLOAT64 = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|(F2F|F2I|I2F|FRND)\S*\.F64|MUFU\.\w*64H")
@@ -188,6 +189,7 @@ class Counts:
     float64_in_loops: int  # that hold no other loop: a loop around a stream may end each piece in float64
     float_atomics: int
     barriers_before_stores: int
+    tensor_core: int  # matrix products
 
 
 def count(text: str) -> Counts:
@@ -211,6 +213,7 @@ def count(text: str) -> Counts:
         float64_in_loops=sum(bool(FLOAT64.match(code[i].opcode)) for i in innermost),
         float_atomics=sum(bool(FLOAT_ATOMIC.match(i.opcode)) for i in code),
         barriers_before_stores=barriers_before_stores(code),
+        tensor_core=sum(i.name in MATRIX for i in code),
     )
 
 

@@ -109,8 +109,17 @@ def unguarded_kernel(x, y, n: tl.int64, BLOCK: tl.constexpr):
     tl.store(y + BLOCK + tl.arange(0, BLOCK), 1.0)
 
 
+@triton.jit(do_not_specialize=["n"])
+def scalar_products_kernel(x, y, n: tl.int64, BLOCK: tl.constexpr):
+    """A matrix product of float32 numbers as they are, which tensor cores do not take."""
+    square = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    a = tl.load(x + n + square)
+    tl.store(y + square, tl.dot(a, a, input_precision="ieee"))
+
+
 STREAMING = (sound_kernel, narrow_kernel, half_narrow_kernel, short_kernel, float64_loop_kernel)
 IN_PLACE = (guarded_kernel, unguarded_kernel)
+PRODUCTS = (scalar_products_kernel,)
 
 
 def configurations() -> Iterator[Configuration]:
@@ -126,6 +135,7 @@ def configurations() -> Iterator[Configuration]:
     yield form(short_kernel, block=256)
     yield form(guarded_kernel)
     yield form(unguarded_kernel)
+    yield form(scalar_products_kernel)
     yield form(spilling_kernel, block=16384, num_warps=1)
     yield form(float64_loop_kernel, y="*fp64")
     yield form(large_kernel, x="*bf16", block=128 * 128, num_warps=8, num_stages=5)

@@ -300,8 +300,8 @@ def test_occupancy(registers: int, shared: int, warps: int, occupancy: float) ->
 
 SOUND = Facts(
     instructions=200, in_loops=100, loops=(100,), loads={"16": 16, "128": 2}, stores={"128": 4}, narrow_pointers=0,
-    local_loads=0, local_stores=0, float64=0, float64_in_loops=0, float_atomics=0, barriers_before_stores=0, target=90,
-    warps=4, registers=40, stack=0, shared=4096, occupancy=0.75, streamed_loads={"x": 2},
+    local_loads=0, local_stores=0, float64=0, float64_in_loops=0, float_atomics=0, barriers_before_stores=0,
+    tensor_core=0, target=90, warps=4, registers=40, stack=0, shared=4096, occupancy=0.75, streamed_loads={"x": 2},
     streamed_stores={"y": 4}, short_load="", narrow_offsets=(), recompiled=(), cached=False,
 )  # fmt: skip
 

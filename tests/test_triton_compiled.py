@@ -40,7 +40,10 @@ def facts(entry: Entry) -> Facts | str:
 
 @entries
 def test_a_kernel_compiles_to_what_it_should_be(entry: Entry) -> None:
-    assert compiled_code.check(facts(entry), streaming=entry.streaming, in_place=entry.in_place) == []
+    assert (
+        compiled_code.check(facts(entry), streaming=entry.streaming, in_place=entry.in_place, products=entry.products)
+        == []
+    )
 
 
 @entries
@@ -74,7 +77,8 @@ def test_other_gpus(target: int) -> None:
     one_of_each = kernel_registry.representatives(EVERY)  # family: in float32
     results = compiled_code.inspect_all(one_of_each, target)
     complaints = {
-        e.name: compiled_code.check(results[e.name], streaming=e.streaming, in_place=e.in_place) for e in one_of_each
+        e.name: compiled_code.check(results[e.name], streaming=e.streaming, in_place=e.in_place, products=e.products)
+        for e in one_of_each
     }
     assert {name: sentences for name, sentences in complaints.items() if sentences} == {}
 
@@ -96,6 +100,7 @@ FAULTS = {
     ],
     "atomic": ["1 float atomics, whose order is another in each run"],
     "unguarded": ["no barrier between what its threads read together and its stores: in place, they race"],
+    "scalar_products": ["no matrix products on tensor cores"],
     "refused": ["does not compile: CompilationError: .*Loop-carried variable last has initial type int32.*"],
 }
 
@@ -103,9 +108,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(name: str) -> None:
     (entry,) = (entry for entry in PLANTED if entry.kernel == f"{name}_kernel")
-    complaints = compiled_code.check(
-        compiled(rest=False)[entry.name], streaming=entry.streaming, in_place=entry.in_place
-    )
+    found = compiled(rest=False)[entry.name]
+    complaints = compiled_code.check(found, streaming=entry.streaming, in_place=entry.in_place, products=entry.products)
     assert len(complaints) == len(FAULTS[name]), complaints
     for complaint, expected in zip(complaints, FAULTS[name], strict=True):
         assert re.fullmatch(expected, complaint, re.DOTALL), complaint
@@ -117,7 +121,10 @@ def test_a_sound_kernel_is_not_complained_about() -> None:
     guarded = [entry for entry in PLANTED if entry.kernel == "guarded_kernel"]
     for entry in [*sound, *guarded]:
         found = compiled(rest=False)[entry.name]
-        assert compiled_code.check(found, streaming=entry.streaming, in_place=entry.in_place) == []
+        assert (
+            compiled_code.check(found, streaming=entry.streaming, in_place=entry.in_place, products=entry.products)
+            == []
+        )
     assert {entry.kernel for entry in PLANTED} == {f"{name}_kernel" for name in [*FAULTS, "sound", "guarded"]}
 
 
