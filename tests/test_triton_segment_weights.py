@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastadv as fa
 from bench import compiled_code, kernel_registry
+from fastadv import gradproj
+from fastadv.reference import segment_weight_gram as reference
 
 MODULE = "fastadv.triton_kernels.segment_weights"
 kernels = importlib.import_module(MODULE)
@@ -96,3 +99,19 @@ def test_blocks_move_16_bytes_at_a_time() -> None:
         assert set(facts.loads) == {"64", "128"}
         assert facts.loads["64"] == 4
         assert set(facts.stores) == {"128"}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_gram_of_the_gradients(dtype: torch.dtype) -> None:
+    """The op on both of its ways, in one tile and in several, with gradients that lie transposed."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    x = torch.randn(int(ends[-1]), 24, generator=generator).to(dtype)
+    dy = torch.randn(40, int(ends[-1]), generator=generator).to(dtype).t()
+    exact_gram = reference.segment_weight_gram(x, dy, ends)
+    for backend in ("reference", "triton"):
+        for scratch in (None, 4 * 24 * 20 * len(LENGTHS)):
+            gram = torch.ones(len(LENGTHS), len(LENGTHS), dtype=torch.float64)
+            gradproj.segment_weight_gram(x, dy, ends, gram, scratch_bytes=scratch, backend=backend)
+            assert fa.last_backend() == backend
+            torch.testing.assert_close(gram - 1, exact_gram, rtol=0, atol=1e-6 * float(exact_gram.max()))

@@ -5,16 +5,18 @@ Operations, with N the rows of all segments: the gradients take 2 N d_in d_out, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastadv import validation
+from fastadv import dispatch, validation
 from fastadv.rows import Rows
 
 SCRATCH_BYTES = {"cpu": 2**24, "cuda": 2**30}  # of a tile, where the caller does not say, by kind of device
+KERNELS = ("cpu", "triton")
 SUM_LENGTH = 2**15  # products that are added in float32 before their sum goes to float64
 TRIANGLE_BLOCKS = 8  # of which 36 in 64 are multiplied
 LEAST_BLOCK = 16  # segments
@@ -62,8 +64,13 @@ def tile_shape(segments: int, d_out: int, d_in: int, itemsize: int, scratch_byte
     return rows, min(d_in, max(1, numbers // max(1, rows)))
 
 
-def weight_gradient_tiles(parts: Sequence[Part], segments: int, scratch_bytes: int) -> Iterator[Tile]:
-    """The weight gradients of all segments, a tile at a time; segments without rows have 0."""
+def weight_gradient_tiles(
+    parts: Sequence[Part], segments: int, scratch_bytes: int, backend: str = "auto"
+) -> Iterator[Tile]:
+    """The weight gradients of all segments, a tile at a time; segments without rows have 0.
+
+    "triton" multiplies for all segments of a part in one launch, the other backends by PyTorch, one after the other.
+    """
     if not parts or not segments:
         return
     d_in, d_out = parts[0].inputs.shape[1], parts[0].output_gradients.shape[1]
@@ -71,6 +78,10 @@ def weight_gradient_tiles(parts: Sequence[Part], segments: int, scratch_bytes: i
         return
     dtype, device = tile_dtype(parts[0].inputs.dtype), parts[0].inputs.device
     rows, columns = tile_shape(segments, d_out, d_in, dtype.itemsize, scratch_bytes)
+    backend = dispatch.resolve(
+        "segment_weight_gram", backend, *(t for part in parts for t in part[:2]), kernels=KERNELS
+    )
+    multiply = _grouped(parts) if backend == "triton" else _one_by_one(parts)
     there = {run.segment for part in parts for run in part.runs if run.rows}
     absent = torch.tensor([s for s in range(segments) if s not in there], dtype=torch.int64, device=device)
     scratch = torch.empty(segments * rows * columns, dtype=dtype, device=device)
@@ -79,14 +90,42 @@ def weight_gradient_tiles(parts: Sequence[Part], segments: int, scratch_bytes: i
             shape = (segments, min(rows, d_out - row), min(columns, d_in - column))
             values = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
             values[absent] = 0
-            for inputs, gradients, runs in parts:
-                x = inputs[:, column : column + shape[2]].to(dtype)
-                dy = gradients[:, row : row + shape[1]].to(dtype).t()
-                for segment, input_row, gradient_row, count in runs:
-                    if count:
-                        left, right = dy[:, gradient_row : gradient_row + count], x[input_row : input_row + count]
-                        torch.mm(left, right, out=values[segment])
-            yield Tile(values, row, column)
+            tile = Tile(values, row, column)
+            multiply(tile)
+            yield tile
+
+
+def _one_by_one(parts: Sequence[Part]) -> Callable[[Tile], None]:
+    def multiply(tile: Tile) -> None:
+        values, row, column = tile
+        for inputs, gradients, runs in parts:
+            x = inputs[:, column : column + values.shape[2]].to(values.dtype)
+            dy = gradients[:, row : row + values.shape[1]].to(values.dtype).t()
+            for segment, input_row, gradient_row, count in runs:
+                if count:
+                    left, right = dy[:, gradient_row : gradient_row + count], x[input_row : input_row + count]
+                    torch.mm(left, right, out=values[segment])
+
+    return multiply
+
+
+def _grouped(parts: Sequence[Part]) -> Callable[[Tile], None]:
+    kernels = importlib.import_module("fastadv.triton_kernels.segment_weights")
+    arguments = [
+        (_rows_of(inputs), _rows_of(gradients), torch.tensor(runs, dtype=torch.int64, device=inputs.device).view(-1, 4))
+        for inputs, gradients, runs in parts
+    ]
+
+    def multiply(tile: Tile) -> None:
+        for inputs, gradients, runs in arguments:
+            kernels.segment_weights(inputs, gradients, runs, *tile)
+
+    return multiply
+
+
+def _rows_of(matrix: Tensor) -> Tensor:
+    """The matrix with neighbouring columns, as the kernel reads it."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 class GramSum:
@@ -128,6 +167,7 @@ def segment_weight_gram(
     gram: Tensor,
     *,
     scratch_bytes: int | None = None,
+    backend: str = "auto",
 ) -> None:
     """Adds the inner products of the segments' weight gradients `u_s = output_gradients[s]^T inputs[s]` to `gram`.
 
@@ -139,6 +179,7 @@ def segment_weight_gram(
         cu_seqlens: `[S + 1]`, ends of the segments; reading it waits for a GPU.
         gram: `[S, S]` float64, added to.
         scratch_bytes: most that a tile takes; None: SCRATCH_BYTES of the device.
+        backend: "auto" or a name: "triton", on a GPU, or "reference" and "cpu", whose products are PyTorch's.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit, scratch_bytes below 1.
@@ -157,9 +198,10 @@ def segment_weight_gram(
     scratch_bytes = checked_scratch(op, scratch_bytes, inputs.device)
     starts, counts = cu_seqlens[:-1].tolist(), rows.lengths().tolist()
     runs = [Run(s, start, start, count) for s, (start, count) in enumerate(zip(starts, counts, strict=True))]
+    part = Part(inputs, output_gradients, runs)
     with torch.no_grad():
         total = GramSum(segments, inputs.device)
-        for tile in weight_gradient_tiles([Part(inputs, output_gradients, runs)], segments, scratch_bytes):
+        for tile in weight_gradient_tiles([part], segments, scratch_bytes, backend):
             total.add(tile.flat())
         gram += total.whole()
 
