@@ -17,3 +17,9 @@ __all__ = [
     "segment_gram",
     "segment_weight_gram",
 ]
+"""Streamed gradient projections: how the gradients of many arms lie to each other, none of them flattened."""
+
+from fastadv.gradproj.accumulator import GramAccumulator
+from fastadv.gradproj.sharding import fsdp2_filter, megatron_filter, sum_gradients
+
+__all__ = ["GramAccumulator", "fsdp2_filter", "megatron_filter", "sum_gradients"]
