@@ -21,5 +21,14 @@ __all__ = [
 
 from fastadv.gradproj.accumulator import GramAccumulator
 from fastadv.gradproj.sharding import fsdp2_filter, megatron_filter, sum_gradients
+from fastadv.gradproj.token_dots import directional_derivative, segment_dots, token_dots
 
-__all__ = ["GramAccumulator", "fsdp2_filter", "megatron_filter", "sum_gradients"]
+__all__ = [
+    "GramAccumulator",
+    "directional_derivative",
+    "fsdp2_filter",
+    "megatron_filter",
+    "segment_dots",
+    "sum_gradients",
+    "token_dots",
+]
