@@ -20,11 +20,16 @@ __all__ = [
 """Streamed gradient projections: how the gradients of many arms lie to each other, none of them flattened."""
 
 from fastadv.gradproj.accumulator import GramAccumulator
+from fastadv.gradproj.collector import SketchCollector
 from fastadv.gradproj.sharding import fsdp2_filter, megatron_filter, sum_gradients
+from fastadv.gradproj.sketch import Estimate, RolloutSketches
 from fastadv.gradproj.token_dots import directional_derivative, segment_dots, token_dots
 
 __all__ = [
+    "Estimate",
     "GramAccumulator",
+    "RolloutSketches",
+    "SketchCollector",
     "directional_derivative",
     "fsdp2_filter",
     "megatron_filter",

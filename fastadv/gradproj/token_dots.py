@@ -127,7 +127,7 @@ def _log_probs(
     first, last = rows
     ends = batch.token_ids.cu_seqlens[first : last + 1]
     tokens, lengths = batch.token_ids.ids[int(ends[0]) : int(ends[-1])].long(), ends.diff()
-    ids = nn.utils.rnn.pad_sequence(torch.split_with_sizes(tokens, lengths.tolist()), batch_first=True)  # [b, T]
+    ids = nn.utils.rnn.pad_sequence([*torch.split_with_sizes(tokens, lengths.tolist())], batch_first=True)  # [b, T]
     positions = torch.arange(ids.shape[1], device=ids.device)
     inside = positions < lengths[:, None]  # [b, T]
     response = inside & (positions >= (lengths - batch.lengths[first:last])[:, None])
