@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ import torch.multiprocessing as mp
 from tiny_lm import VOCABULARY, TinyLM, flat, largest_error
 from torch import Tensor, nn
 
-from fastadv.gradproj import GramAccumulator, fsdp2_filter, megatron_filter, sum_gradients
+from fastadv.gradproj import (
+    GramAccumulator,
+    RolloutSketches,
+    SketchCollector,
+    fsdp2_filter,
+    megatron_filter,
+    sum_gradients,
+)
 
 ROLLOUTS, LENGTH = 8, 5
 ARMS, DIRECTIONS = ("reference", "close", "far"), ("cap",)
@@ -206,6 +214,14 @@ def tensor_parallel(rank: int) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     return model, lambda m: m(x).square().sum().backward()
 
 
+def sketches(model: nn.Module, rows: Tensor) -> RolloutSketches:
+    with SketchCollector(model, size=1024, copies=2) as collector:
+        for part in rows.chunk(2):
+            with collector.micro_batch(part):
+                model(data()[0][part]).sum().backward()
+    return collector.sketches()
+
+
 def message(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -235,6 +251,12 @@ def run_rank(rank: int, folder: str) -> None:
     broken = GramAccumulator(1, process_group=world)
     broken.capture(0, model)
     found["not finite"] = message(broken.gram)
+
+    own = sketches(model, rows)
+    union = own.all_reduce(world)
+    found["rollouts"], found["sketches"] = union.rollouts, union.values
+    found["arms"] = own.arms(data()[1][:, rows, 0], process_group=world)
+    found["other seeds"] = message(lambda: replace(own, seed=rank).all_reduce(world))
 
     replicas = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = sharded(replicas)
@@ -294,6 +316,17 @@ def test_what_tensor_parallel_ranks_have_twice_counts_once(ranks: list[dict[str,
     for rank in ranks:
         assert float(rank["tensor parallel, once"]) == pytest.approx(whole, rel=1e-12)
         assert float(rank["tensor parallel, twice"]) == pytest.approx(whole + norm, rel=1e-12)
+
+
+def test_sketches_of_sharded_models_are_those_of_the_whole_one(ranks: list[dict[str, Any]]) -> None:
+    model = tiny_lm()
+    parts = [sketches(model, rows) for rows in torch.arange(ROLLOUTS).chunk(2)]
+    whole = replace(parts[0], values=torch.cat([p.values for p in parts]), rollouts=torch.arange(ROLLOUTS))
+    for rank in ranks:
+        assert rank["rollouts"].tolist() == list(range(ROLLOUTS))
+        assert torch.equal(rank["sketches"], whole.values)
+        assert largest_error(rank["arms"], whole.arms(data()[1][:, :, 0])) < 1e-12
+        assert "(seed, quantum, copies, size) are [(0, " in rank["other seeds"]
 
 
 def test_errors_of_shards_reach_every_rank(ranks: list[dict[str, Any]]) -> None:
