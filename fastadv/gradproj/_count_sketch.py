@@ -45,5 +45,6 @@ def count_sketch(
 
 
 def sketch_values(sketch: Tensor, quantum: float = 2.0**-40) -> Tensor:
-    """A sketch in float64."""
-    return sketch.to(torch.float64) * quantum
+    """A sketch in float64; NaN where a slot is no plausible sum."""
+    bad = (sketch.abs() >= 2**61).any(-1, keepdim=True)
+    return torch.where(bad, torch.nan, sketch.to(torch.float64) * quantum)
