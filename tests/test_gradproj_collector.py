@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gradproj_token_dots import causal_lm
-from tiny_lm import VOCABULARY, TinyLM, largest_error
+from tiny_lm import VOCABULARY, TinyLM, causal_lm, largest_error
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -167,10 +166,10 @@ def test_a_rollout_that_comes_in_parts_adds_up() -> None:
     assert close(collected[1].values, collected[0].values)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
 def test_models_of_transformers_are_covered(family: str) -> None:
-    """Conv1D and learned positions; norms with a formula of their own, of each head too."""
-    model = causal_lm(family)
+    """Conv1D and learned positions; a tied head; norms with a formula of their own, of each head too."""
+    model = causal_lm(family, torch.float32)
     tokens = torch.randint(0, VOCABULARY, (B, T))
     positions = torch.arange(T).expand(B, T)
     with SketchCollector(model, **SKETCH) as collector, collector.micro_batch(range(B)):
@@ -178,7 +177,7 @@ def test_models_of_transformers_are_covered(family: str) -> None:
         output.logits.log_softmax(-1)[..., 3].sum().backward()
     result = collector.sketches()
     assert result.covered == result.total == model.num_parameters()
-    assert close(result.values.sum(0), sketch_of({name: p.grad for name, p in model.named_parameters()}))
+    assert collector.gradient_error() < 1e-5
 
 
 def test_padding_rows_and_outputs_that_other_hooks_change() -> None:

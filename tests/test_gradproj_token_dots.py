@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
-from rollout_files import VOCABULARY
-from tiny_lm import flat, largest_error
+from tiny_lm import VOCABULARY, causal_lm, flat, largest_error
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from toy_agent import THREE_OUTCOMES, Enumeration
@@ -16,37 +14,6 @@ from toy_agent import THREE_OUTCOMES, Enumeration
 import fastadv as fa
 from fastadv.gradproj import directional_derivative, segment_dots, token_dots
 from fastadv.replay.policy import Policy
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.4,
-}  # fmt: skip
-
-
-def in_float64(norm: nn.Module) -> None:
-    """RMSNorms of transformers are float32 inside, whatever they are given."""
-    eps = norm.variance_epsilon
-    norm.forward = lambda x: norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
-
-
-def causal_lm(family: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    if family == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=8, n_layer=2, n_head=2, n_positions=64, initializer_range=0.4,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        return transformers.GPT2LMHeadModel(config).double().eval()
-    tied = family == "qwen2"
-    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
-    extra = {"head_dim": 4} if family == "qwen3" else {}
-    config = getattr(transformers, f"{names[family]}Config")(**SIZES, **extra, tie_word_embeddings=tied)
-    model = getattr(transformers, f"{names[family]}ForCausalLM")(config).double().eval()
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            in_float64(module)
-    return model
 
 
 def rollouts(seed: int = 0) -> fa.Batch:
@@ -142,7 +109,7 @@ def test_what_cannot_be_right_is_refused() -> None:
     model, batch = causal_lm("gpt2"), rollouts()
     with pytest.raises(ValueError, match=r"names 'head', which is no parameter; names are transformer\.wte"):
         token_dots(model, batch, {"head": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"transformer.wte.weight has shape \[1\], the parameter \[23, 8\]"):
+    with pytest.raises(ValueError, match=r"transformer.wte.weight has shape \[1\], the parameter \[11, 8\]"):
         token_dots(model, batch, {"transformer.wte.weight": torch.zeros(1)})
     with pytest.raises(ValueError, match="temperature is 0"):
         token_dots(model, batch, {}, temperature=0.0)

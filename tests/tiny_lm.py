@@ -1,9 +1,11 @@
-"""A causal language model of a few hundred parameters, small enough to hold every gradient flat."""
+"""Causal language models of a few hundred parameters, small enough to hold every gradient flat."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -63,3 +65,38 @@ def flat(gradients: list[Tensor]) -> Tensor:
 def largest_error(value: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest number."""
     return float((value - expected).abs().max() / expected.abs().max())
+
+
+# ---- of transformers ------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.4,
+}  # fmt: skip
+
+
+def in_float64(norm: nn.Module) -> None:
+    """RMSNorms of transformers are float32 inside, whatever they are given."""
+    eps = norm.variance_epsilon
+    norm.forward = lambda x: norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def causal_lm(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model of transformers, qwen2 with a tied head; in float64 throughout where that is asked for."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=8, n_layer=2, n_head=2, n_positions=64, initializer_range=0.4,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).to(dtype).eval()
+    tied = family == "qwen2"
+    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+    extra = {"head_dim": 4} if family == "qwen3" else {}
+    config = getattr(transformers, f"{names[family]}Config")(**SIZES, **extra, tie_word_embeddings=tied)
+    model = getattr(transformers, f"{names[family]}ForCausalLM")(config).to(dtype).eval()
+    for module in model.modules():
+        if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
+            in_float64(module)
+    return model

@@ -53,7 +53,8 @@ class GramAccumulator:
         directions: names of gradients that are no arms, such as that of the probability of reaching the cap; they are
             not compared with the reference.
         process_group: ranks that hold the shards; one all-reduce of K * K + 1 numbers. Under HSDP one replica's ranks
-            or all, it comes to the same. None: this rank has everything.
+            or all, it comes to the same. None: this rank has everything, as under DDP: plain tensors are taken for this
+            rank's part, and a group whose ranks all hold the whole would count it once for each.
         filter: which parameters this rank counts, such as `megatron_filter(rank)`; None: all. What several ranks hold
             counts on one of them; DTensors that say so in their placements need no filter.
         device: where copies are kept and multiplied; None: where the gradients are.

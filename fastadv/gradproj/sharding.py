@@ -42,6 +42,9 @@ def megatron_filter(tensor_parallel_rank: int) -> Filter:
     A parameter that is split over tensor-parallel ranks says so in its attribute `tensor_model_parallel`; any other is
     there on each of them and counts on rank 0. A copy of a tied parameter on another pipeline stage says `shared`.
 
+    Gradients have to be finished: call `capture` after `finalize_model_grads`. Of Megatron's distributed optimizer a
+    rank's `main_grad` is reduced in the rank's own slice of the buffer only: `add` those slices.
+
     Args:
         tensor_parallel_rank: this rank's number within its tensor-parallel group.
     """

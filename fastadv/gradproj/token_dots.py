@@ -83,7 +83,8 @@ def token_dots(
         max_tokens: padded tokens of a micro-batch.
 
     Returns:
-        `[N]`, in the order of the batch's tokens, masked ones too; float32, or float64 of a float64 model.
+        `[N]` on the model's device, in the order of the packed tokens, masked ones too; float32, or float64 of a model
+        in float64.
 
     Raises:
         ValueError: a model with dropout on, a batch without token ids or with a rollout that has no prompt, a direction
@@ -116,7 +117,7 @@ def segment_dots(dots: Tensor, batch: Batch) -> Tensor:
     on = batch.mask & (segments.turn_ids >= 0)
     number = batch.rows.spread(segments.offsets[:-1]) + segments.turn_ids  # [N]
     sums = torch.zeros(segments.count, dtype=torch.float64, device=dots.device)
-    return sums.index_add(0, number[on], dots[on].to(torch.float64))
+    return sums.index_add(0, number[on].to(dots.device), dots[on.to(dots.device)].to(torch.float64))
 
 
 def _log_probs(
@@ -125,12 +126,14 @@ def _log_probs(
     """Log-probs `[n]` of the response tokens of rollouts `rows[0] .. rows[1] - 1`, as a function of the parameters."""
     assert batch.token_ids is not None
     first, last = rows
+    device = next(model.parameters()).device
     ends = batch.token_ids.cu_seqlens[first : last + 1]
-    tokens, lengths = batch.token_ids.ids[int(ends[0]) : int(ends[-1])].long(), ends.diff()
+    tokens = batch.token_ids.ids[int(ends[0]) : int(ends[-1])].to(device, torch.int64)
+    lengths, responses = ends.diff().to(device), batch.lengths[first:last].to(device)
     ids = nn.utils.rnn.pad_sequence([*torch.split_with_sizes(tokens, lengths.tolist())], batch_first=True)  # [b, T]
-    positions = torch.arange(ids.shape[1], device=ids.device)
+    positions = torch.arange(ids.shape[1], device=device)
     inside = positions < lengths[:, None]  # [b, T]
-    response = inside & (positions >= (lengths - batch.lengths[first:last])[:, None])
+    response = inside & (positions >= (lengths - responses)[:, None])
     chosen = response[:, 1:]  # position p is predicted at p - 1
 
     def function(parameters: dict[str, Tensor]) -> Tensor:
