@@ -29,8 +29,8 @@ def count_sketch(
     if size < CHUNK or size % CHUNK:
         raise ValueError(f"count_sketch: size is {size}; it must be a multiple of {CHUNK}")
     quanta = (values.to(torch.float64) / quantum).round()
-    if bool((~(quanta.abs() < 2.0**62)).any()):
-        raise ValueError(f"count_sketch: a value of {parameter!r} is not finite, or too large for quantum {quantum}")
+    if bool((~(quanta.abs() < 2.0**50)).any()):
+        raise ValueError(f"count_sketch: a value is not finite, or too large for quantum {quantum}")
     rows, columns = values.shape
     row = torch.arange(row_offset, row_offset + rows, device=values.device)[:, None]
     column = torch.arange(column_offset, column_offset + columns, device=values.device)

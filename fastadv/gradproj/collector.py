@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -183,8 +184,9 @@ class SketchCollector:
         copies: independent sketches; errors come from them.
         seed: of the hash.
         level: "rollout".
-        quantum: sketches are sums of whole multiples of it, which makes them independent of any order. Elements far
-            below it are lost: scale a loss that is a mean over thousands of tokens.
+        quantum: power of two; sketches are sums of whole multiples of it, which makes them independent of any order.
+            Elements far below it are lost (scale a loss that is a mean over thousands of tokens), elements of 2^50 and
+            more of it refused; on a GPU, where nothing waits to look, their sketch is NaN.
         keep_gradients: False spares the products that `.grad` takes, and forms none: for a pass that is no training
             step. Not for parameters that FSDP shards.
         shards: (row, column) of the whole parameter at which this rank's part begins, by parameter name, for tensor
@@ -195,7 +197,8 @@ class SketchCollector:
         device: where finished sketches are kept; None: where they were made.
 
     Raises:
-        ValueError: a module that is not known, or another argument that cannot be.
+        ValueError: a module that is not known, or another argument that cannot be. Within a backward: a gradient that
+            is not finite, by its parameter's name; a tensor that the micro-batch's rollouts do not divide.
     """
 
     def __init__(
@@ -219,6 +222,8 @@ class SketchCollector:
         validation.count(op, "copies", copies, least=1)
         validation.count(op, "scratch", scratch, least=1)
         validation.count(op, "quantum", quantum, positive=True)
+        if math.frexp(quantum)[0] != 0.5:
+            raise ValueError(f"{op}: quantum is {quantum}; it must be a power of two")
         if size < 32 or size % 32:
             raise ValueError(f"{op}: size is {size}; it must be a positive multiple of 32")
         self._size, self._copies, self._seed, self._quantum = size, copies, seed, quantum
@@ -421,10 +426,13 @@ class SketchCollector:
     def _sketch(self, parameter: str, first: int, values: Tensor, out: Tensor) -> None:
         """Adds rows of a parameter's gradient, from the first of this rank's on."""
         row, column = self._shards.get(parameter, (0, 0))
-        count_sketch(
-            values, self._size, seed=self._seed, parameter=parameter, copies=self._copies, quantum=self._quantum,
-            row_offset=row + first, column_offset=column, out=out,
-        )  # fmt: skip
+        try:
+            count_sketch(
+                values, self._size, seed=self._seed, parameter=parameter, copies=self._copies, quantum=self._quantum,
+                row_offset=row + first, column_offset=column, out=out,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"SketchCollector: the gradient of {parameter}: {error}") from error
 
     def _check(self) -> None:
         """Raises where a gradient was formed that no hook saw, or part of it: of a tied weight, say, that a fused loss
