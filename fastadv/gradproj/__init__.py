@@ -1,39 +1,34 @@
-"""Inner products of the policy gradients of rollouts and turns, without the gradients."""
-
-from fastadv.gradproj.gram import SegmentGram
-from fastadv.gradproj.interceptors import Interceptor, LinearInterceptor, NormInterceptor, register_interceptor
-from fastadv.gradproj.layer_major import segment_gram
-from fastadv.gradproj.plan import Plan, plan
-from fastadv.ops.segment_weight_gram import segment_weight_gram
-
-__all__ = [
-    "Interceptor",
-    "LinearInterceptor",
-    "NormInterceptor",
-    "Plan",
-    "SegmentGram",
-    "plan",
-    "register_interceptor",
-    "segment_gram",
-    "segment_weight_gram",
-]
 """Streamed gradient projections: how the gradients of many arms lie to each other, none of them flattened."""
 
 from fastadv.gradproj.accumulator import GramAccumulator
 from fastadv.gradproj.collector import SketchCollector
+from fastadv.gradproj.gram import SegmentGram
+from fastadv.gradproj.interceptors import Interceptor, LinearInterceptor, NormInterceptor, register_interceptor
+from fastadv.gradproj.layer_major import segment_gram
+from fastadv.gradproj.plan import Plan, plan
 from fastadv.gradproj.sharding import fsdp2_filter, megatron_filter, sum_gradients
 from fastadv.gradproj.sketch import Estimate, RolloutSketches
 from fastadv.gradproj.token_dots import directional_derivative, segment_dots, token_dots
+from fastadv.ops.segment_weight_gram import segment_weight_gram
 
 __all__ = [
     "Estimate",
     "GramAccumulator",
+    "Interceptor",
+    "LinearInterceptor",
+    "NormInterceptor",
+    "Plan",
     "RolloutSketches",
+    "SegmentGram",
     "SketchCollector",
     "directional_derivative",
     "fsdp2_filter",
     "megatron_filter",
+    "plan",
+    "register_interceptor",
     "segment_dots",
+    "segment_gram",
+    "segment_weight_gram",
     "sum_gradients",
     "token_dots",
 ]
