@@ -1,14 +1,14 @@
-"""The command line: `fastadv replay`, `fastadv convert`, `fastadv backends`."""
+"""The command line: `fastadv replay`, `fastadv compare`, `fastadv convert`, `fastadv backends`."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,11 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from fastadv.replay.errors import ReplayError, counted, finite, plain
 
+if TYPE_CHECKING:
+    from fastadv.replay.pipeline import Steps
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 console = Console()
 errors = Console(stderr=True)
 
-PAGE, NUMBERS = "report.html", "report.json"
+PAGE, NUMBERS, GRAM = "report.html", "report.json", "gram.safetensors"
 
 
 class Baseline(str, Enum):
@@ -36,6 +39,14 @@ class Loss(str, Enum):
 
     reinforce = "reinforce"
     ppo = "ppo"
+
+
+class Gradients(str, Enum):
+    """Way that gradients are computed."""
+
+    auto = "auto"
+    gram = "gram"
+    cells = "cells"
 
 
 class Precision(str, Enum):
@@ -60,15 +71,20 @@ def _fastadv() -> None:
 class Bars:
     """Progress bars in the terminal."""
 
+    def say(self, text: str) -> None:
+        """A text before a stage that takes long."""
+        for line in text.split("\n"):
+            errors.print(escape(plain(line)), soft_wrap=True)
+
     @contextmanager
-    def stage(self, title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    def stage(self, title: str, total: int | None) -> Iterator[Steps]:
         """A bar that disappears when its stage is over."""
         columns = (
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )  # fmt: skip
         with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
             task = progress.add_task(escape(plain(title)), total=total)
-            yield lambda done: progress.update(task, completed=done)
+            yield lambda done, total=None: progress.update(task, completed=done, total=total)
 
 
 @app.command()
@@ -82,7 +98,8 @@ def replay(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(help=f"Folder for {PAGE} and {NUMBERS}; made if it is not there.", show_default=False)
+        Path,
+        typer.Option(help=f"Folder for {PAGE}, {NUMBERS} and {GRAM}; made if it is not there.", show_default=False),
     ],
     policy: Annotated[
         Path | None,
@@ -107,7 +124,14 @@ def replay(
     temperature: Annotated[float, typer.Option(help="Temperature that the rollouts were sampled at.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Padded tokens of a micro-batch.")] = 4096,
     buckets: Annotated[bool, typer.Option(help="Gradients by turn and by difficulty too.")] = True,
-    max_memory: Annotated[float, typer.Option(min=0.0, help="GiB that flat gradients may take.")] = 8.0,
+    gradients: Annotated[
+        Gradients,
+        typer.Option(
+            help="gram: inner products of all segments' gradients in one pass, layer by layer, for any arm. "
+            "cells: a flat gradient for each arm and bucket. auto: gram where loss and model allow it."
+        ),
+    ] = Gradients.auto,
+    max_memory: Annotated[float, typer.Option(min=0.0, help="GiB that the Gram or flat gradients may take.")] = 8.0,
     p1_prompts: Annotated[int, typer.Option(min=0, help="Prompts for the two-outcome check.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of coins, halves and bootstrap.")] = 0,
     trust_dump: Annotated[
@@ -122,7 +146,8 @@ def replay(
     (a) no mask, R = 0 at the cap; (b) mask, all vote; (c) mask, survivors vote; (d) mask a random share; (e) no mask,
     turn-reached baseline.
 
-    Prints tables, and writes one page with plots and one JSON with all numbers (docs/report_json.md).
+    Prints tables, and writes one page with plots, one JSON with all numbers (docs/report_json.md), and the Gram that
+    `fastadv compare` asks about other arms, without the model and the dump (docs/gram_file.md).
 
     Example: fastadv replay rollout_75.pt --policy checkpoint/ --out report/
     """
@@ -149,6 +174,7 @@ def replay(
         cap_reward=cap_reward.value,
         max_tokens=max_tokens,
         buckets=buckets,
+        gradients=gradients.value,
         max_memory=int(min(max_memory, 2**30) * 2**30),
         p1_prompts=p1_prompts,
         read=ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump),
@@ -164,7 +190,66 @@ def replay(
         out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             write(path, text)
-    console.print(f"\nwrote {safe(str(out / PAGE))} and {safe(str(out / NUMBERS))}", soft_wrap=True)
+        if result.gram is None:
+            (out / GRAM).unlink(missing_ok=True)  # an earlier report's, which would pass for this one's
+        else:
+            result.gram.save(out / GRAM)
+    written = [*files, *([out / GRAM] if result.gram is not None else [])]
+    console.print(f"\nwrote {', '.join(safe(str(path)) for path in written)}", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    gram: Annotated[Path, typer.Argument(help=f"The {GRAM} of a replay.", show_default=False)],
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An arm: a, b, c, d0.3, d0.6, d1 or e as in replay, or NAME:key=value,... with excludes (outcomes "
+            "joined by +), fraction, baseline, population, singleton, kappa, seed as in fastadv.Arm. May be repeated. "
+            "Without it: the replay's arms.",
+            show_default=False,
+        ),
+    ] = None,
+    reference: Annotated[str, typer.Option(help="The arm that the others are held against.")] = "a",
+    baseline: Annotated[
+        Baseline, typer.Option(help="Baseline of the replay's arms (a) to (d): leave-one-out, or the whole mean.")
+    ] = Baseline.loo,
+    kappa: Annotated[float, typer.Option(min=0.0, help="Shrinkage of the replay's arm (e), in rollouts.")] = 2.0,
+    buckets: Annotated[bool, typer.Option(help="By turn and by difficulty too.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of halves, bootstrap and the coins of the replay's arms.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file at --out.")] = False,
+) -> None:
+    """Compare arms on the Gram of an earlier replay, without its model and its dump.
+
+    Prints what replay prints of its gradients, for any arms, also such as nobody had thought of when it ran
+    (docs/gram_file.md).
+
+    Example: fastadv compare report/gram.safetensors --arm b --arm half:excludes=budget,fraction=0.5
+    """
+    finite("--kappa", kappa, least=0)
+    if out is not None:
+        with _written(out):
+            if os.path.lexists(out) and not overwrite:
+                raise ReplayError(f"{out} exists already; --overwrite replaces it")
+            if not out.absolute().parent.is_dir():
+                raise ReplayError(f"{out} cannot be written: {out.parent} is no folder")
+    from fastadv.arms import question_one_arms
+    from fastadv.replay.requery import about, answer_json, answer_tables, ask, parse_arm
+    from fastadv.replay.terminal import safe, show_tables
+
+    presets = {a.name: a for a in question_one_arms(baseline=baseline.value, kappa=kappa, seed=seed)}
+    first = parse_arm(reference, presets)
+    given = [parse_arm(text, presets) for text in arm or [name for name in presets if name != first.name]]
+    answer = ask(gram, [first, *given], buckets=buckets, seed=seed)
+    show_tables(answer_tables(answer), console)
+    console.print()
+    for line in about(answer):
+        console.print(f"• {safe(line)}")
+    if out is not None:
+        with _written(out):
+            write(out, answer_json(answer))
+        console.print(f"\nwrote {safe(str(out))}", soft_wrap=True)
 
 
 def _claim(out: Path, overwrite: bool) -> None:
@@ -172,7 +257,7 @@ def _claim(out: Path, overwrite: bool) -> None:
     with _written(out):
         if out.exists() and not out.is_dir():
             raise ReplayError(f"--out {out} is a file; name a folder")
-        present = [name for name in (PAGE, NUMBERS) if (out / name).exists()]
+        present = [name for name in (PAGE, NUMBERS, GRAM) if (out / name).exists()]
         if present and not overwrite:
             raise ReplayError(f"{out} holds {' and '.join(present)} already; --overwrite replaces them")
         there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())

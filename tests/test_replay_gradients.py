@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from naive_gram import naive_gram
 from rollout_files import VOCABULARY, samples, write_dump, write_policy
 from torch import Tensor
 
 import fastadv as fa
 from fastadv.arms import freeze, question_one_arms
+from fastadv.gradproj.scopes import Weighted, partition
 from fastadv.outcomes import Outcome
 from fastadv.replay import predictions
 from fastadv.replay.errors import ReplayError
-from fastadv.replay.gradients import GradientCells, Weighted, compare, cosine, noise_floor, partition, policy_gradients
-from fastadv.replay.pipeline import ReplayOptions, replay
+from fastadv.replay.gradients import GradientCells, compare, cosine, noise_floor, plug_in_rows, policy_gradients
+from fastadv.replay.pipeline import NoProgress, ReplayOptions, replay
 from fastadv.replay.policy import Policy, score
 from fastadv.replay.predictions import NO_DATA, SUPPORTED, p1_two_outcomes, two_outcome_prompts
 from fastadv.replay.readers import ReadOptions, read
-from fastadv.replay.report import remarks
+from fastadv.replay.report import remarks, tables
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +177,6 @@ def test_p1_is_not_supported_by_a_residual_that_is_no_number(
 
 
 def test_p1_says_when_nothing_was_measured(exact: Policy, batch: fa.Batch) -> None:
-    from dataclasses import replace
-
     silent = [replace(p, mask=torch.zeros_like(p.mask)) for p in two_outcome_prompts(batch, 2)]
     p = p1_two_outcomes(exact, silent, max_tokens=1000)
     assert (p.verdict, p.statistic) == (NO_DATA, {})
@@ -212,12 +215,94 @@ def test_several_dumps_are_one_batch_taken_in_turns(folder: Path, dump: Path, tm
     assert hashes == [file.statistics_hash for file in split.files]
 
 
+# ---- the segment Gram against flat gradients -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("naive", [True, False])
+def test_the_gram_gives_what_flat_gradients_give(exact: Policy, batch: fa.Batch, naive: bool) -> None:
+    """Every arm, turn bucket and difficulty, and the noise floor; from a backward pass for each segment, and from the
+    pass that no segment's gradient leaves."""
+    cells = run_cells(exact, batch)
+    gram = naive_gram(exact, batch) if naive else fa.gradproj.segment_gram(exact.model, batch, level="turn")
+    projections = fa.gradproj.project(gram.with_rollouts(batch), question_one_arms(), draws=10)
+    flat, found = compare(cells), plug_in_rows(projections)
+    assert len(found) == len(flat) >= 7 * 6
+    for one, other in zip(flat, found, strict=True):
+        assert (other.arm, other.scope) == (one.arm, one.scope)
+        for field in fields(one):
+            if field.name not in ("arm", "scope"):
+                expected = pytest.approx(getattr(one, field.name), rel=1e-9, abs=1e-9, nan_ok=True)
+                assert getattr(other, field.name) == expected, (one.arm, one.scope, field.name)
+    assert projections.noise_floor == pytest.approx(noise_floor(cells), rel=1e-9)
+
+
+def test_the_replay_takes_the_gram_and_says_so(exact: Policy, dump: Path) -> None:
+    options = ReplayOptions(p1_prompts=0)
+    streamed_, flat = (replay([dump], exact, replace(options, gradients=how)) for how in ("auto", "cells"))
+    assert (streamed_.gradients_by, flat.gradients_by) == ("gram", "cells")
+    assert flat.projections is None
+    assert flat.gram is None
+    for one, other in zip(flat.gradients, streamed_.gradients, strict=True):
+        assert (other.arm, other.scope) == (one.arm, one.scope)
+        assert other.cosine == pytest.approx(one.cosine, rel=1e-9, nan_ok=True)
+    assert streamed_.noise_floor == pytest.approx(flat.noise_floor, rel=1e-9)
+    assert streamed_.covered == streamed_.parameters == exact.size
+    said = " ".join(remarks(streamed_))
+    assert f"gradients of {exact.size:,} of {exact.size:,} parameters (100.0%), by segment Gram, level turn" in said
+    assert "without a file for other arms: --gradients cells" in " ".join(remarks(flat))
+    titles = [table.title for table in tables(streamed_)]
+    assert titles == [table.title for table in tables(flat)]
+    assert streamed_.gram.temperature == exact.temperature
+    assert streamed_.gram.dtype == "float64"
+    assert len(streamed_.gram.checkpoint) == len(streamed_.gram.batch) == 64
+
+
+def test_where_the_gram_cannot_be_had(folder: Path, dump: Path) -> None:
+    """A loss whose factors differ within a turn, and a model with a module that nobody intercepts."""
+    options = ReplayOptions(p1_prompts=0, buckets=False)
+    ppo = replay([dump], Policy.load(folder), replace(options, loss="ppo"))
+    assert ppo.gradients_by == "cells"
+    assert ppo.gradients_note.startswith("--loss ppo: its factors differ from token to token")
+    with pytest.raises(ReplayError, match="--gradients gram does not go with --loss ppo"):
+        replace(options, loss="ppo", gradients="gram")
+    with pytest.raises(ReplayError, match="--gradients is 'both'; it must be one of auto, gram, cells"):
+        replace(options, gradients="both")
+    odd = Policy.load(folder)
+    odd.model.transformer.h[0].register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
+    result = replay([dump], odd, options)
+    assert result.gradients_by == "cells"
+    assert "scale" in result.gradients_note
+    assert "no interceptor" in " ".join(remarks(result))
+    assert len(result.gradients) == 7
+    with pytest.raises(ReplayError, match=r"--gradients gram: .*scale"):
+        replay([dump], odd, replace(options, gradients="gram"))
+
+
+def test_the_plan_comes_before_the_pass(exact: Policy, dump: Path) -> None:
+    class Watching(NoProgress):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def say(self, text: str) -> None:
+            self.seen.append(text)
+
+        def stage(self, title: str, total: int | None) -> Any:
+            self.seen.append(title)
+            return nullcontext(lambda done, total=None: self.seen.append(f"{title} {done} of {total}"))
+
+    watching = Watching()
+    result = replay([dump], exact, ReplayOptions(p1_prompts=0, buckets=False), watching)
+    said = watching.seen.index(result.plan)
+    assert watching.seen[said + 1] == "segment Gram"
+    assert re.fullmatch(r"segment Gram 1 of \d+", watching.seen[said + 2])
+    assert "operations" in result.plan
+    assert "memory" in result.plan
+
+
 # ---- what cannot be scored -------------------------------------------------------------------------------------------
 
 
 def test_rollouts_that_a_policy_cannot_score(folder: Path, batch: fa.Batch, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     policy = Policy.load(folder)
     with pytest.raises(ReplayError, match="carry no token ids"):
         policy.check(replace(batch, token_ids=None))
@@ -311,4 +396,15 @@ def test_a_gradient_that_is_not_finite(folder: Path, batch: fa.Batch) -> None:
 def test_memory_is_counted_before_it_is_taken(folder: Path, dump: Path) -> None:
     policy = Policy.load(folder)
     with pytest.raises(ReplayError, match=r"more than --max-memory .*--no-buckets takes"):
+        replay([dump], policy, ReplayOptions(max_memory=1000, gradients="cells"))
+    with pytest.raises(ReplayError, match=r"the Gram of 187 segments takes 0\.0 GiB, more than --max-memory"):
         replay([dump], policy, ReplayOptions(max_memory=1000))
+    assert replay([dump], policy, ReplayOptions(max_memory=8 * 187**2, p1_prompts=0)).gradients_by == "gram"
+
+
+def test_p1_does_not_take_more_memory_than_it_may(exact: Policy, batch: fa.Batch) -> None:
+    prompts = two_outcome_prompts(batch, 2)
+    p = p1_two_outcomes(exact, prompts, max_tokens=1000, max_memory=48 * exact.size - 1)
+    assert (p.verdict, p.statistic) == (NO_DATA, {})
+    assert p.detail.startswith("its 6 flat gradients take 0.0 GiB, more than --max-memory")
+    assert p1_two_outcomes(exact, prompts, max_tokens=1000, max_memory=48 * exact.size).verdict == SUPPORTED

@@ -6,6 +6,7 @@ from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.interceptors import Interceptor, LinearInterceptor, NormInterceptor, register_interceptor
 from fastadv.gradproj.layer_major import segment_gram
 from fastadv.gradproj.plan import Plan, plan
+from fastadv.gradproj.projections import Projections, project
 from fastadv.gradproj.sharding import fsdp2_filter, megatron_filter, sum_gradients
 from fastadv.gradproj.sketch import Estimate, RolloutSketches
 from fastadv.gradproj.token_dots import directional_derivative, segment_dots, token_dots
@@ -18,6 +19,7 @@ __all__ = [
     "LinearInterceptor",
     "NormInterceptor",
     "Plan",
+    "Projections",
     "RolloutSketches",
     "SegmentGram",
     "SketchCollector",
@@ -25,6 +27,7 @@ __all__ = [
     "fsdp2_filter",
     "megatron_filter",
     "plan",
+    "project",
     "register_interceptor",
     "segment_dots",
     "segment_gram",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult
 from fastadv.batch import Batch
+from fastadv.gradproj.gram import rows_of_segments, segment_tokens_count
 from fastadv.ops.group_advantages import group_advantages
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.outcomes import Outcome
@@ -54,18 +55,10 @@ class ArmRow:
     subsidy: float  # implied reward for running into the cap: mean over capped rollouts of b where excluded
 
 
-def segment_tokens_count(batch: Batch) -> Tensor:
-    """Sampled tokens in each segment, `[S]` float64."""
-    index = batch.segments
-    on = batch.mask & (batch.turn_ids >= 0)
-    segment = batch.rows.spread(index.offsets[:-1])[on] + batch.turn_ids[on]
-    return torch.bincount(segment, minlength=index.count).to(torch.float64)
-
-
 def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
     """The baseline of each segment, `[S]` float64, of excluded rollouts too."""
     index = batch.segments
-    row = torch.repeat_interleave(torch.arange(batch.num_rollouts), index.turns(), output_size=index.count)
+    row = rows_of_segments(batch)
     if arm.baseline == "turn-reached":
         table = turn_advantages(
             batch.rewards, batch.groups, index, kappa=arm.kappa, singleton=arm.singleton, statistics=statistics,
@@ -88,11 +81,14 @@ def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
     return torch.where(statistics.include, kept, mean[batch.groups.index])[row]
 
 
-def prompt_sums(arm: Arm, result: ArmResult, batch: Batch, statistics: FrozenStatistics) -> PromptSums:
-    """The sums of one arm over one batch."""
-    index, groups = batch.segments, batch.groups
-    tokens = segment_tokens_count(batch)  # [S]
-    row = torch.repeat_interleave(torch.arange(batch.num_rollouts), index.turns(), output_size=index.count)
+def prompt_sums(
+    arm: Arm, result: ArmResult, batch: Batch, statistics: FrozenStatistics, tokens: Tensor | None = None
+) -> PromptSums:
+    """The sums of one arm over one batch. `tokens [S]`: sampled tokens of each segment, where the batch is an outline
+    of the one that they were counted in."""
+    groups = batch.groups
+    tokens = (segment_tokens_count(batch) if tokens is None else tokens).to(torch.float64)  # [S]
+    row = rows_of_segments(batch)
     kept = (~result.excluded).to(torch.float64)
     weighted = result.advantages.values.to(torch.float64) * result.weights.to(torch.float64)[row]
     baseline = baselines(arm, batch, statistics)

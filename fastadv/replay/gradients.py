@@ -1,41 +1,36 @@
 """Each arm's policy gradient at a fixed checkpoint, by turn, by difficulty and by half, and how they lie to each other.
 
-The plain way: one backward pass for each arm and cell, gradients kept flat in float64. It is exact and it is the
-yardstick for faster ways; its memory is the number of cells times the number of parameters.
+The plain way: one backward pass for each arm and cell, gradients kept flat in float64. It is exact, serves every loss
+and every model, and is the yardstick for the segment Gram (`fastadv.gradproj`); its memory is the number of cells times
+the number of parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult
 from fastadv.batch import Batch, ranges
-from fastadv.coins import uniforms
+from fastadv.gradproj.projections import Projections
+from fastadv.gradproj.scopes import (
+    DIFFICULTY_NAMES,
+    TURN_NAMES,
+    Partition,
+    Weighted,
+    partition,
+    within_half,
+)
+from fastadv.gradproj.statistics import PLUG_IN
 from fastadv.losses import LossConfig
-from fastadv.ops.group_advantages import group_advantages
 from fastadv.ops.policy_loss import policy_loss
 from fastadv.outcomes import Outcome
 from fastadv.replay.errors import ReplayError
 from fastadv.replay.policy import Policy, token_range
 from fastadv.segment_table import SegmentTable
-
-# Upper ends of the turn buckets, counted from 1: 1, 2, 3-4, 5-8, 9-16, 17-32, 33 and later. Fixed before looking.
-TURN_EDGES = (1, 2, 4, 8, 16, 32)
-TURN_NAMES = ("turn 1", "turn 2", "turns 3-4", "turns 5-8", "turns 9-16", "turns 17-32", "turns 33+")
-# By the success rate of the other half of the group.
-DIFFICULTY_NAMES = ("hard (< 1/3)", "medium", "easy (> 2/3)", "no other half")
-
-
-@dataclass(frozen=True, eq=False)
-class Weighted:
-    """Advantages of a batch with a weight per rollout: one gradient."""
-
-    advantages: SegmentTable
-    weights: Tensor  # [B] float32
 
 
 def policy_gradients(
@@ -96,51 +91,6 @@ def policy_gradients(
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Partition:
-    """How a batch is cut up for comparison."""
-
-    half: Tensor  # [B] int64: 0 or 1, the members of each group alternating by a hash of their ids
-    difficulty: Tensor  # [B] int64: index in DIFFICULTY_NAMES, from the other half of the group
-    turn: Tensor  # [S] int64: index in TURN_NAMES
-
-
-def partition(batch: Batch, seed: int) -> Partition:
-    """Halves, difficulty and turn buckets of a batch."""
-    groups = batch.groups
-    hashes = uniforms(seed, batch.row_ids, "half")
-    by_hash = hashes.argsort()
-    order = by_hash[groups.index[by_hash].argsort(stable=True)]  # groups together, by hash within
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(order.shape[0]) - groups.offsets[groups.index[order]]
-    half = rank % 2
-
-    cell = groups.index * 2 + (1 - half)  # the other half of a row's group
-    size = torch.bincount(groups.index * 2 + half, minlength=2 * groups.num_groups)[cell]
-    solved = (batch.outcomes == Outcome.SOLVED).to(torch.float64)
-    successes = torch.zeros(2 * groups.num_groups, dtype=torch.float64).index_add(0, groups.index * 2 + half, solved)[
-        cell
-    ]
-    rate = successes / size
-    difficulty = torch.where(rate < 1 / 3, 0, torch.where(rate > 2 / 3, 2, 1))
-    difficulty = torch.where(size > 0, difficulty, 3)
-
-    index = batch.segments
-    row = torch.repeat_interleave(torch.arange(batch.num_rollouts), index.turns(), output_size=index.count)
-    turn = torch.arange(index.count) - index.offsets[row] + 1
-    return Partition(half, difficulty, torch.bucketize(turn, torch.tensor(TURN_EDGES)))
-
-
-def within_half(values: Tensor, batch: Batch, cells: Partition, half: int) -> Weighted:
-    """REINFORCE on a number per rollout with a leave-one-out mean within one half of each group: on the cap indicator
-    it estimates grad P(cap), on the reward grad J, from that half alone."""
-    labels = batch.groups.index * 2 + cells.half
-    advantages = group_advantages(values.to(torch.float64), labels, baseline="loo")
-    index = batch.segments
-    table = SegmentTable(torch.repeat_interleave(advantages, index.turns(), output_size=index.count), index)
-    return Weighted(table, (cells.half == half).to(torch.float32))
 
 
 class GradientCells:
@@ -246,6 +196,16 @@ class GradientRow:
     cap_projection: float  # of the difference on the unit cap direction, relative to the reference's norm
     cap_cosine: float  # of the difference with the cap direction
     cap_slope: float  # difference ~ slope * grad P(cap): the implied subsidy b; NaN if the halves share no direction
+
+
+def plug_in_rows(projections: Projections) -> list[GradientRow]:
+    """The same rows from a segment Gram, without any gradient."""
+    names = [field.name for field in fields(GradientRow) if field.name not in ("arm", "scope")]
+    return [
+        GradientRow(row.arm, row.scope, **{name: getattr(row.comparison, name).value for name in names})
+        for row in projections.rows
+        if row.estimator == PLUG_IN
+    ]
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

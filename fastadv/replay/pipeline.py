@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,15 +11,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastadv.arms import Arm, freeze, question_one_arms
+from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch
+from fastadv.gradproj.gram import SegmentGram
+from fastadv.gradproj.projections import Projections, project
 from fastadv.outcomes import Census, Outcome
+from fastadv.replay import streamed
 from fastadv.replay.arm_table import ArmRow, PromptSums, arm_row, prompt_sums
 from fastadv.replay.errors import ReplayError, counted, finite
-from fastadv.replay.gradients import GradientCells, GradientRow, compare, noise_floor
+from fastadv.replay.gradients import GradientCells, GradientRow, compare, noise_floor, plug_in_rows
 from fastadv.replay.policy import Policy, score
 from fastadv.replay.predictions import Prediction, p1_two_outcomes, p7_variance_drop, two_outcome_prompts
 from fastadv.replay.readers import ReadOptions, Rollouts, read
+
+GRADIENTS = ("auto", "gram", "cells")
+NO_CONSTANT = "its factors differ from token to token, and a segment of the Gram has one"
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,9 @@ class ReplayOptions:
         cap_reward: "zero" (R = 0 at the cap, as docs/theory.md, 2, supposes) or "logged".
         max_tokens: padded tokens of a micro-batch.
         buckets: gradients by turn and by difficulty too.
-        max_memory: bytes that flat gradients may take.
+        gradients: "gram" (one pass gives the inner products of all segments' gradients), "cells" (a flat gradient for
+            each arm and bucket), or "auto": the Gram where the loss and the model allow it.
+        max_memory: bytes that a Gram or flat gradients may take.
         p1_prompts: prompts that the two-outcome check is made on.
         read: how dumps are read.
     """
@@ -47,12 +54,19 @@ class ReplayOptions:
     cap_reward: str = "zero"
     max_tokens: int = 4096
     buckets: bool = True
+    gradients: str = "auto"
     max_memory: int = 8 * 2**30
     p1_prompts: int = 8
     read: ReadOptions = field(default_factory=ReadOptions)
 
     def __post_init__(self) -> None:
         finite("--kappa", self.kappa, least=0)
+        if self.gradients not in GRADIENTS:
+            raise ReplayError(f"--gradients is {self.gradients!r}; it must be one of {', '.join(GRADIENTS)}")
+        if self.gradients == "gram" and self.loss != "reinforce":
+            raise ReplayError(
+                f"--gradients gram does not go with --loss {self.loss}: {NO_CONSTANT}; take auto or cells"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,11 +111,17 @@ class ReplayResult:
     arms: list[ArmRow]
     gradients: list[GradientRow]
     noise_floor: float | None
+    projections: Projections | None  # with intervals; None: no policy, or flat gradients
+    gradients_by: str  # "gram" or "cells"; "" without a policy
+    gradients_note: str  # why it was this way
+    plan: str  # what the pass was to cost
+    gram: SegmentGram | None
     agreement: Agreement | None
     predictions: list[Prediction]
     turns_by_outcome: dict[Outcome, Tensor]  # [L] rollouts by number of turns, from 0
     reward_by_turn: Tensor  # [L, 2], row l for turn l + 1: rollouts that reached it, and the sum of their rewards
     parameters: int | None  # of the policy; None: no policy
+    covered: int | None  # parameters that the Gram is of; None: no Gram
     policy_notes: tuple[str, ...]
 
     @property
@@ -113,19 +133,32 @@ class ReplayResult:
         return total
 
 
+class Steps(Protocol):
+    """Called with the number of steps done, and of all steps where that was not known before."""
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        """Shows how far it is."""
+
+
 class Progress(Protocol):
     """Somewhere to show how far a stage is."""
 
-    def stage(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
-        """A stage of `total` steps (None: unknown); the context's value is called with the number of steps done."""
+    def stage(self, title: str, total: int | None) -> AbstractContextManager[Steps]:
+        """A stage of `total` steps (None: unknown)."""
+
+    def say(self, text: str) -> None:
+        """Shows a text before a stage that takes long."""
 
 
 class NoProgress:
     """Shows nothing."""
 
-    def stage(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    def stage(self, title: str, total: int | None) -> AbstractContextManager[Steps]:
         """A stage that nobody watches."""
-        return nullcontext(lambda done: None)
+        return nullcontext(lambda done, total=None: None)
+
+    def say(self, text: str) -> None:
+        """Nobody listens."""
 
 
 def usable(rollouts: Rollouts, options: ReplayOptions) -> tuple[Batch, list[str]]:
@@ -163,17 +196,26 @@ class _Run:
         self.p1_prompts: list[Batch] = []
         self.turns = {outcome: torch.zeros(0, dtype=torch.int64) for outcome in Outcome}
         self.reached = torch.zeros(0, 2, dtype=torch.float64)
+        self.batches: list[Batch] = []  # whose Gram is taken: its cross terms need them all
         self.cells: GradientCells | None = None
+        self.gradients_note = ""
         self.differences = [0.0, 0.0, 0.0]  # tokens, sum and maximum of |logged - policy|
-        if policy is not None:
-            needed = GradientCells.bytes(len(self.arms), policy.size, buckets=options.buckets)
-            if needed > options.max_memory:
-                raise ReplayError(
-                    f"gradients of {policy.size:,} parameters for every arm and bucket take {needed / 2**30:.1f} GiB, "
-                    f"more than --max-memory {options.max_memory / 2**30:.1f}; --no-buckets takes "
-                    f"{GradientCells.bytes(len(self.arms), policy.size, buckets=False) / 2**30:.1f} GiB"
-                )
-            self.cells = GradientCells(self.arms, policy.size, buckets=options.buckets)
+        if policy is not None and (options.gradients == "cells" or options.loss != "reinforce"):
+            asked = options.gradients == "cells"
+            self.gradients_note = "--gradients cells" if asked else f"--loss {options.loss}: {NO_CONSTANT}"
+            self.cells = self._new_cells(policy)
+
+    def _new_cells(self, policy: Policy) -> GradientCells:
+        """Flat gradients, if they are small enough."""
+        needed = GradientCells.bytes(len(self.arms), policy.size, buckets=self.options.buckets)
+        if needed > self.options.max_memory:
+            why = f" ({self.gradients_note})" if self.gradients_note else ""
+            raise ReplayError(
+                f"flat gradients{why} of {policy.size:,} parameters for every arm and bucket take "
+                f"{needed / 2**30:.1f} GiB, more than --max-memory {self.options.max_memory / 2**30:.1f}; --no-buckets "
+                f"takes {GradientCells.bytes(len(self.arms), policy.size, buckets=False) / 2**30:.1f} GiB"
+            )
+        return GradientCells(self.arms, policy.size, buckets=self.options.buckets)
 
     def add(self, path: Path) -> None:
         """Reads one dump and adds what it holds."""
@@ -220,16 +262,50 @@ class _Run:
                 done(number + 1)
         self._add_curves(batch)
         missing = self.options.p1_prompts - len(self.p1_prompts)
-        if self.policy is not None and self.cells is not None:
+        if self.policy is not None:
             self.p1_prompts += two_outcome_prompts(batch, missing)
             self.policy.check(batch)
             self._add_agreement(self.policy, batch)
-            with self.progress.stage("gradients", batch.num_rollouts) as done:
-                self.cells.add(
-                    self.policy, batch, results[: len(self.arms)], self.options.seed, loss=self.options.loss,
-                    max_tokens=self.options.max_tokens, progress=done,
-                )  # fmt: skip
+            if self.cells is None:
+                self.batches.append(batch)
+            else:
+                self._add_cells(self.policy, self.cells, batch, results[: len(self.arms)])
         return statistics.hash
+
+    def _add_cells(self, policy: Policy, cells: GradientCells, batch: Batch, results: list[ArmResult]) -> None:
+        with self.progress.stage("gradients", batch.num_rollouts) as done:
+            cells.add(
+                policy, batch, results, self.options.seed, loss=self.options.loss, max_tokens=self.options.max_tokens,
+                progress=done,
+            )  # fmt: skip
+
+    def _gram(self, policy: Policy) -> tuple[SegmentGram | None, str]:
+        """The Gram of all dumps, and what it was to cost; or flat gradients, where it cannot be had and need not be."""
+        segments = sum(batch.segments.count for batch in self.batches)
+        if 8 * segments**2 > self.options.max_memory:
+            raise ReplayError(
+                f"the Gram of {segments:,} segments takes {8 * segments**2 / 2**30:.1f} GiB, more than --max-memory "
+                f"{self.options.max_memory / 2**30:.1f}"
+            )
+        notes = [f"{file.name}: {note}" for file in self.files for note in file.notes]
+        try:
+            plan = streamed.plan(policy, self.batches)
+            self.progress.say(plan)
+            with self.progress.stage("segment Gram", None) as done:
+                gram = streamed.segment_gram(
+                    policy, self.batches, max_tokens=self.options.max_tokens, notes=notes, progress=done
+                )
+        except ValueError as error:
+            if self.options.gradients == "gram":
+                raise ReplayError(f"--gradients gram: {error}") from error
+            self.gradients_note = str(error)
+        else:
+            return gram, plan
+        self.cells = self._new_cells(policy)
+        for batch in self.batches:
+            statistics = freeze(batch, kappa=self.options.kappa)
+            self._add_cells(policy, self.cells, batch, [arm.apply(batch, statistics) for arm in self.arms])
+        return None, ""
 
     def _add_curves(self, batch: Batch) -> None:
         turns = batch.segments.turns()
@@ -263,24 +339,42 @@ class _Run:
             rows = [arm_row(arm, s) for arm, s in zip(self.arms, sums, strict=False)]
             if self.policy is not None:
                 with self.progress.stage("two-outcome check", len(self.p1_prompts)) as done:
-                    predictions.append(
-                        p1_two_outcomes(self.policy, self.p1_prompts, max_tokens=self.options.max_tokens, progress=done)
-                    )
+                    p1 = p1_two_outcomes(
+                        self.policy, self.p1_prompts, max_tokens=self.options.max_tokens,
+                        max_memory=self.options.max_memory, progress=done,
+                    )  # fmt: skip
+                predictions.append(p1)
             predictions.append(p7_variance_drop(sums[-2], sums[-1], seed=self.options.seed))
-        gradients = self.cells is not None and self.cells.rollouts > 0
+        gram, plan, projections = None, "", None
+        gradients: list[GradientRow] = []
+        floor: float | None = None
+        if self.policy is not None and self.batches:
+            gram, plan = self._gram(self.policy)
+        if gram is not None:
+            with self.progress.stage("statistics", None):
+                projections = project(gram, self.arms, buckets=self.options.buckets, seed=self.options.seed)
+            gradients, floor = plug_in_rows(projections), projections.noise_floor
+        elif self.cells is not None and self.cells.rollouts:
+            gradients, floor = compare(self.cells), noise_floor(self.cells)
         tokens, total, largest = self.differences
         return ReplayResult(
             options=self.options,
             files=self.files,
             prompts=self.prompts,
             arms=rows,
-            gradients=compare(self.cells) if gradients and self.cells is not None else [],
-            noise_floor=noise_floor(self.cells) if gradients and self.cells is not None else None,
+            gradients=gradients,
+            noise_floor=floor,
+            projections=projections,
+            gradients_by="gram" if gram is not None else "cells" if gradients else "",
+            gradients_note=self.gradients_note,
+            plan=plan,
+            gram=gram,
             agreement=Agreement(int(tokens), total / tokens, largest) if tokens else None,
             predictions=predictions,
             turns_by_outcome=self.turns,
             reward_by_turn=self.reached,
             parameters=None if self.policy is None else self.policy.size,
+            covered=None if gram is None else gram.covered,
             policy_notes=() if self.policy is None else self.policy.notes,
         )
 
@@ -297,7 +391,7 @@ def _added(a: Tensor, b: Tensor) -> Tensor:
 def replay(
     paths: list[Path], policy: Policy | None, options: ReplayOptions, progress: Progress | None = None
 ) -> ReplayResult:
-    """Replays dumps, one at a time: a dump's rollouts are gone before the next is read.
+    """Replays dumps, one at a time. Of each, what a gradient needs is kept: a Gram is over the rollouts of all.
 
     Args:
         paths: dumps in any format that `fastadv.replay.readers` reads; groups do not reach over files.

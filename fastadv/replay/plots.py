@@ -6,8 +6,10 @@ import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fastadv.gradproj.projections import Projections
+from fastadv.gradproj.scopes import DIFFICULTY_NAMES, TURN_NAMES
+from fastadv.gradproj.statistics import PLUG_IN, U_STATISTIC
 from fastadv.outcomes import Outcome
-from fastadv.replay.gradients import DIFFICULTY_NAMES, TURN_NAMES
 from fastadv.replay.pipeline import ReplayResult
 
 COLOURS = {
@@ -33,6 +35,8 @@ def figures(result: ReplayResult) -> list[Figure]:
         found += [_turns(result), _reward_by_turn(result)]
     if result.arms:
         found.append(_second_moments(result))
+    if result.projections is not None:
+        found.append(_alignments(result.projections))
     if result.gradients and result.options.buckets:
         found += [_by_bucket(result, TURN_NAMES, "turn"), _by_bucket(result, DIFFICULTY_NAMES, "difficulty")]
     return found
@@ -98,6 +102,29 @@ def _second_moments(result: ReplayResult) -> Figure:
 
     caption = "Left: the mean square advantage per token. Right: what running into the cap is paid."
     return _draw("Advantages by arm", caption, paint, panels=2)
+
+
+def _alignments(projections: Projections) -> Figure:
+    reference = projections.rows[0].arm
+    rows = [row for row in projections.rows if row.scope == "all" and row.arm != reference]
+
+    def paint(axes: Any) -> None:
+        for estimator, colour, shift in ((PLUG_IN, "#9e9e9e", -0.12), (U_STATISTIC, "#1565c0", 0.12)):
+            shown = [row for row in rows if row.estimator == estimator]
+            for place, row in enumerate(shown):
+                e = row.comparison.alignment
+                axes[0].plot([place + shift] * 2, [e.low, e.high], color=colour)
+                axes[0].plot(place + shift, e.value, "o", color=colour, label=None if place else estimator)
+            axes[0].set_xticks(range(len(shown)), [row.arm for row in shown])
+        axes[0].axhline(0, color="#bdbdbd", linewidth=0.8)
+        axes[0].set_ylabel("along grad P(cap)")
+        axes[0].legend(frameon=False)
+
+    caption = (
+        "How far each arm's difference from the reference lies along grad P(cap), with 95 % intervals: in these "
+        "rollouts (plug-in), where noise on both sides makes a cosine out of nothing, and from pairs of other prompts."
+    )
+    return _draw("What arms add, along the cap", caption, paint)
 
 
 def _by_bucket(result: ReplayResult, scopes: tuple[str, ...], what: str) -> Figure:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fastadv.arms import CAPPED, Arm, freeze
 from fastadv.batch import Batch
+from fastadv.gradproj.scopes import Weighted
 from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import PromptSums
 from fastadv.replay.errors import counted
-from fastadv.replay.gradients import Weighted, policy_gradients
+from fastadv.replay.gradients import policy_gradients
 from fastadv.replay.policy import Policy
 from fastadv.segment_table import SegmentTable
 
@@ -76,6 +77,7 @@ def p7_variance_drop(
 
 # ---- P1 --------------------------------------------------------------------------------------------------------------
 
+P1_GRADIENTS = 6  # that its identities are about
 P1_TOLERANCE = 1e-4  # rounding of a float32 backward pass; transformers' norms are float32 in any precision
 
 P1_IDENTITIES = {
@@ -136,7 +138,12 @@ def p1_residuals(policy: Policy, prompt: Batch, *, max_tokens: int) -> dict[str,
 
 
 def p1_two_outcomes(
-    policy: Policy, prompts: list[Batch], *, max_tokens: int, progress: Callable[[int], None] = lambda done: None
+    policy: Policy,
+    prompts: list[Batch],
+    *,
+    max_tokens: int,
+    max_memory: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Prediction:
     """P1: on two outcomes the masked gradient is (1 - mean reward) times the un-baselined reference, by prompt.
 
@@ -151,6 +158,10 @@ def p1_two_outcomes(
     threshold = f"largest relative residual below {P1_TOLERANCE:g}"
     if not prompts:
         detail = "no prompt has both a solved and a capped rollout"
+        return Prediction("P1", claim, {}, threshold, None, NO_DATA, detail)
+    needed = 8 * P1_GRADIENTS * policy.size
+    if max_memory is not None and needed > max_memory:
+        detail = f"its {P1_GRADIENTS} flat gradients take {needed / 2**30:.1f} GiB, more than --max-memory"
         return Prediction("P1", claim, {}, threshold, None, NO_DATA, detail)
     measured = []
     for number, prompt in enumerate(prompts):

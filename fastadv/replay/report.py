@@ -1,4 +1,4 @@
-"""A replay's results as tables and as JSON. The terminal and the page show the same tables."""
+"""A replay's results as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -7,48 +7,25 @@ import json
 import math
 import platform
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastadv.outcomes import Outcome
+from fastadv.replay.arm_table import ArmRow
 from fastadv.replay.errors import counted, plain
-from fastadv.replay.gradients import DIFFICULTY_NAMES, TURN_NAMES
+from fastadv.replay.gradient_tables import flat_tables, projection_tables
 from fastadv.replay.pipeline import Agreement, ReplayResult
 from fastadv.replay.predictions import NO_DATA, P7_SUPPORTED, SUPPORTED, Prediction
+from fastadv.replay.tables import Table, number, percent, times
 
 FORMAT, VERSION = "fastadv replay", 2  # docs/report_json.md describes it
 PROMPTS_SHOWN = 20
+APART = ("options", "gram")  # of the JSON: written otherwise, or a file of its own
 # Of two independent halves with cosine c, a share c of each gradient's squared norm is signal, and 2c / (1 + c) of the
 # whole batch's: below a third, most of it is noise.
 NOISY = 1 / 3
 SAME_POLICY = 0.01  # mean |logged - policy| log-prob, in nats: engines' numerics differ by less, other weights by more
-
-
-@dataclass(frozen=True)
-class Table:
-    """A titled table; `caption` says how to read it."""
-
-    title: str
-    caption: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A number for people; a dash where there is none."""
-    return "–" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def times(value: float) -> str:
-    """A factor for people."""
-    return "–" if math.isnan(value) else f"{value:.2f}x"
-
-
-def percent(value: float) -> str:
-    """A share for people."""
-    return "–" if math.isnan(value) else f"{value:.1%}"
 
 
 def tables(result: ReplayResult) -> list[Table]:
@@ -57,12 +34,11 @@ def tables(result: ReplayResult) -> list[Table]:
     if result.prompts:
         found.append(_prompts(result))
     if result.arms:
-        found += [_arms(result), _denominators(result)]
-    if result.gradients:
-        found.append(_gradients(result, ["all"], "Gradients at the checkpoint"))
-        if result.options.buckets:
-            found.append(_gradients(result, list(TURN_NAMES), "Gradients by turn"))
-            found.append(_gradients(result, list(DIFFICULTY_NAMES), "Gradients by difficulty"))
+        found += [arms_table(result.arms, _why_negative(result)), _denominators(result)]
+    if result.projections is not None:
+        found += projection_tables(result.projections)
+    elif result.gradients:
+        found += flat_tables(result.gradients, result.noise_floor)
     if result.predictions:
         found.append(_predictions(result))
     return found
@@ -122,18 +98,19 @@ def _prompts(result: ReplayResult) -> Table:
     return Table("Prompts", caption, ["#", "prompt", "solved", "failed", "budget", "infra", "mean reward"], rows)
 
 
-def _arms(result: ReplayResult) -> Table:
+def arms_table(arms: list[ArmRow], remark: str) -> Table:
+    """What each arm makes of advantages; `remark` ends the caption."""
     rows = [
         [
-            arm.name,
-            arm.description,
+            plain(arm.name),
+            plain(arm.description),
             number(arm.second_moment, 4),
             number(arm.variance, 4),
             number(arm.explained_variance),
             number(arm.baseline),
             number(arm.subsidy),
         ]
-        for arm in result.arms
+        for arm in arms
     ]
     caption = (
         "Per sampled token, prompts weighted by their tokens; R is the reward, b the baseline. E[A²]: mean square of "
@@ -141,7 +118,7 @@ def _arms(result: ReplayResult) -> Table:
         "1 - E[(R - b)²] / Var(R) within prompts, over kept tokens. b: mean over rollouts. subsidy: what running into "
         "the cap is paid, the mean over capped rollouts of b where the arm excludes them and 0 where it does not. "
     )
-    caption += _why_negative(result)
+    caption = (caption + remark).rstrip()
     columns = ["arm", "what it does", "E[A²]", "variance", "explained", "b", "subsidy"]
     return Table("Arms", caption, columns, rows)
 
@@ -178,46 +155,6 @@ def _denominators(result: ReplayResult) -> Table:
     )
     columns = ["arm", "rollouts kept", "tokens kept", "token-mean", "sequence-mean"]
     return Table("Effective weight", caption, columns, rows)
-
-
-def _gradients(result: ReplayResult, scopes: list[str], title: str) -> Table:
-    rows = [
-        [
-            row.scope,
-            row.arm,
-            number(row.cosine, 4),
-            number(row.norm_ratio),
-            number(row.difference),
-            number(row.cap_projection),
-            number(row.cap_cosine),
-            number(row.cap_slope),
-        ]
-        for scope in scopes
-        for row in result.gradients
-        if row.scope == scope
-    ]
-    if scopes == ["all"]:
-        caption = (
-            "Each arm's gradient g against g_a, that of arm (a). cosine: of g and g_a. norm ratio: |g| / |g_a|. "
-            "|difference|: |g - g_a| / |g_a|. on grad P(cap): how far g - g_a points towards running into the cap, in "
-            "units of |g_a|; the direction comes from the other half of each group, so that no rollout is on both "
-            "sides. its cosine: of g - g_a with that direction. slope: the b for which b x grad P(cap) fits g - g_a, "
-            "an implied subsidy; – where the halves' estimates of grad P(cap) do not agree in direction."
-        )
-        if result.noise_floor is not None:
-            caption += (
-                f" Noise floor: {number(result.noise_floor)}, the cosine of arm (a)'s gradients from the two halves of "
-                "each group, each with a baseline of its own: 1 without noise, about 0 with nothing else."
-            )
-    else:
-        what = (
-            "over the tokens of these turns; the first is turn 1"
-            if scopes == list(TURN_NAMES)
-            else "over the prompts of this difficulty, the success rate of the other half of a rollout's group"
-        )
-        caption = f"Columns as above, {what}. A part has less data than the whole, and so more noise."
-    columns = ["scope", "arm", "cosine", "norm ratio", "|difference|", "on grad P(cap)", "its cosine", "slope"]
-    return Table(title, caption, columns, rows)
 
 
 def _predictions(result: ReplayResult) -> Table:
@@ -263,6 +200,13 @@ def warnings(result: ReplayResult) -> list[str]:
             "would be no noise; so the cosines and slopes below are mostly noise: they describe these rollouts, not "
             "the policy. More prompts would help"
         )
+    signal = None if result.projections is None else result.projections.signal
+    if signal is not None and signal.low <= 0:
+        found.append(
+            "noise: the pairs of prompts do not tell arm (a)'s gradient from none at all: of its square "
+            f"{number(signal.value, 2)} is more than noise, with a 95 % interval of {number(signal.low, 2)} to "
+            f"{number(signal.high, 2)}"
+        )
     if agreement is not None and not agreement.mean_difference < SAME_POLICY:
         found.append(_agreement(agreement))
     return found
@@ -288,6 +232,16 @@ def remarks(result: ReplayResult) -> list[str]:
     found += [plain(note) for note in result.policy_notes]
     if result.agreement is not None and result.agreement.mean_difference < SAME_POLICY:
         found.append(_agreement(result.agreement))
+    if result.gradients_by == "gram" and result.covered is not None and result.parameters is not None:
+        share = percent(result.covered / max(1, result.parameters))
+        found.append(
+            f"gradients of {result.covered:,} of {result.parameters:,} parameters ({share}), by "
+            f"{plain(result.plan.split(chr(10))[0])}"
+        )
+    if result.gradients_by == "cells":
+        found.append(
+            f"gradients: flat ones, without intervals and without a file for other arms: {plain(result.gradients_note)}"
+        )
     if result.parameters is None:
         found.append("no policy was given: gradients were not computed (--policy)")
     return found
@@ -296,13 +250,14 @@ def remarks(result: ReplayResult) -> list[str]:
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """The value of plain objects; a number that does not exist is None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key.name if isinstance(key, Outcome) else key: _jsonable(item) for key, item in value.items()}
+        return {key.name if isinstance(key, Outcome) else key: jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -314,7 +269,7 @@ def as_json(result: ReplayResult) -> str:
     """The whole result; numbers that do not exist are null."""
     from fastadv import __version__
 
-    options = _jsonable(result.options)
+    options = jsonable(result.options)
     options["read"].pop("progress")
     document = {
         "format": FORMAT,
@@ -324,7 +279,7 @@ def as_json(result: ReplayResult) -> str:
         "python": platform.python_version(),
         "options": options,
         "census": {outcome.name: count for outcome, count in result.census.counts.items()},
-        **{f.name: _jsonable(getattr(result, f.name)) for f in dataclasses.fields(result) if f.name != "options"},
+        **{f.name: jsonable(getattr(result, f.name)) for f in dataclasses.fields(result) if f.name not in APART},
     }
     for file in document["files"]:
         file["census"] = file["census"]["counts"]

@@ -9,7 +9,8 @@ from rich.table import Table as RichTable
 
 from fastadv.replay.errors import plain
 from fastadv.replay.pipeline import ReplayResult
-from fastadv.replay.report import Table, headline, remarks, tables, warnings
+from fastadv.replay.report import headline, remarks, tables, warnings
+from fastadv.replay.tables import Table
 
 GAP = 2  # blanks between two columns
 LABEL = 14  # a column whose cells are no longer is not wrapped
@@ -26,7 +27,17 @@ def show(result: ReplayResult, console: Console) -> None:
     console.print(safe(headline(result)))
     for warning in warnings(result):
         console.print(f"[bold]• {safe(warning)}[/bold]")
-    for table in tables(result):
+    show_tables(tables(result), console)
+    notes = remarks(result)
+    if notes:
+        console.print()
+        for note in notes:
+            console.print(f"• {safe(note)}")
+
+
+def show_tables(found: list[Table], console: Console) -> None:
+    """Prints tables with their captions."""
+    for table in found:
         rich_table = RichTable(
             title=safe(table.title), title_justify="left", title_style="bold", box=None, pad_edge=False
         )
@@ -37,11 +48,6 @@ def show(result: ReplayResult, console: Console) -> None:
         console.print()
         console.print(rich_table)
         console.print(f"[dim]{safe(table.caption)}[/dim]")
-    notes = remarks(result)
-    if notes:
-        console.print()
-        for note in notes:
-            console.print(f"• {safe(note)}")
 
 
 def widths(table: Table, available: int) -> list[int]:

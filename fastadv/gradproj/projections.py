@@ -1,0 +1,140 @@
+"""Arms on a segment Gram: how each arm's gradient lies to the reference's and to grad P(cap), without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastadv.arms import Arm, freeze
+from fastadv.batch import Batch
+from fastadv.gradproj.gram import SegmentGram
+from fastadv.gradproj.scopes import (
+    DIFFICULTY_NAMES,
+    TURN_NAMES,
+    Partition,
+    Weighted,
+    partition,
+    within_group,
+    within_half,
+)
+from fastadv.gradproj.statistics import (
+    PLUG_IN,
+    Comparison,
+    Directions,
+    Estimate,
+    compare,
+    cosine,
+    prompt_products,
+    resamples,
+    signal_share,
+)
+from fastadv.outcomes import Outcome
+
+DRAWS = 1000  # of the bootstrap over prompts
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One arm against the reference over one part of the tokens, by one estimator."""
+
+    arm: str
+    scope: str  # "all", a turn bucket or a difficulty
+    estimator: str  # "plug-in" or "u-statistic"
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Projections:
+    """What a Gram says about some arms.
+
+    Attributes:
+        rows: every arm and scope, by both estimators.
+        noise_floor: cosine of the reference's gradients from two independent halves of each group.
+        signal: share of the reference's squared norm that is no noise; none is shown where the interval holds 0.
+        prompts: that intervals resample.
+    """
+
+    rows: tuple[Projection, ...]
+    noise_floor: float
+    signal: Estimate
+    prompts: int
+
+
+def arm_weights(arm: Arm, rollouts: Batch) -> Weighted:
+    """An arm's advantages and weights, with statistics that are frozen from these rollouts.
+
+    Raises:
+        ValueError: a rollout without a result among them.
+    """
+    result = arm.apply(rollouts, freeze(rollouts, excludes=arm.excludes, kappa=arm.kappa))
+    return Weighted(result.advantages, result.weights)
+
+
+def project(
+    gram: SegmentGram, arms: Sequence[Arm], *, buckets: bool = True, draws: int = DRAWS, seed: int = 0
+) -> Projections:
+    """Every arm's gradient against that of the first, over all tokens, by turn and by difficulty.
+
+    Args:
+        gram: with rollouts; of level "turn" if an arm's advantages or the buckets depend on the turn.
+        arms: the first is the reference.
+        buckets: by turn (where the Gram has turns) and by difficulty too. Parts without a gradient are left out.
+        draws: bootstrap resamples of prompts.
+        seed: of halves and bootstrap. (Coins of an arm have the arm's.)
+
+    Returns:
+        Projections.
+
+    Raises:
+        ValueError: no arm, a Gram without rollouts, advantages that differ within its segments.
+    """
+    rollouts = gram.rollouts
+    if rollouts is None:
+        raise ValueError("project: no arm can be computed without the rollouts; take SegmentGram.with_rollouts first")
+    if not arms:
+        raise ValueError("project: no arm was given")
+    coefficients = torch.stack([arm_weights(arm, rollouts).coefficients(gram) for arm in arms])  # [K, S]
+    inner, rows_of = gram.gram.cpu(), gram.rows.cpu()
+    prompts, n = rollouts.groups.index[rows_of], rollouts.groups.num_groups
+    cells, counts = partition(rollouts, seed), resamples(n, draws, seed)
+    capped = rollouts.outcomes == Outcome.BUDGET
+    directions = Directions(
+        within_group(capped, rollouts).coefficients(gram),
+        torch.stack([within_half(capped, rollouts, cells, half).coefficients(gram) for half in (0, 1)]),
+        cells.half[rows_of],
+    )
+    reference, differences = coefficients[0], coefficients - coefficients[0]
+    rows: list[Projection] = []
+    for scope, inside in scopes(gram, cells, buckets):
+        if not bool((coefficients[:, inside] != 0).any()):
+            continue
+        part, size = torch.where(inside, reference, 0.0), rollouts.num_rollouts
+        found = [
+            compare(inner, prompts, part, torch.where(inside, difference, 0.0), directions, counts, size)
+            for difference in differences
+        ]
+        if all(one[PLUG_IN].norm.value == 0 for one in found):
+            continue
+        for arm, by_estimator in zip(arms, found, strict=True):
+            rows += [Projection(arm.name, scope, name, one) for name, one in by_estimator.items()]
+    alone = [within_half(rollouts.rewards, rollouts, cells, half).coefficients(gram) for half in (0, 1)]
+    left = torch.stack([alone[0], alone[1], alone[0], reference])
+    right = torch.stack([alone[0], alone[1], alone[1], reference])
+    products = prompt_products(inner, prompts, n, left, right)
+    return Projections(tuple(rows), cosine(products[:3]), signal_share(products[3:], counts), n)
+
+
+def scopes(gram: SegmentGram, cells: Partition, buckets: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parts that gradients are compared on: names, and which of the Gram's segments are inside, `[S]` bool."""
+    yield "all", torch.ones(gram.size, dtype=torch.bool)
+    if not buckets:
+        return
+    if gram.level == "turn":
+        for number, name in enumerate(TURN_NAMES):
+            yield name, cells.turn == number
+    difficulty = cells.difficulty[gram.rows.cpu()]
+    for number, name in enumerate(DIFFICULTY_NAMES):
+        yield name, difficulty == number

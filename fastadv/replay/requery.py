@@ -1,0 +1,145 @@
+"""Arms that were thought of after the pass, on the Gram that it left: no model, no dump."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastadv.arms import Arm, freeze
+from fastadv.gradproj.gram import SegmentGram
+from fastadv.gradproj.projections import Projections, project
+from fastadv.outcomes import Outcome
+from fastadv.replay.arm_table import ArmRow, arm_row, prompt_sums
+from fastadv.replay.errors import ReplayError, counted, plain
+from fastadv.replay.gradient_tables import projection_tables
+from fastadv.replay.report import arms_table, jsonable
+from fastadv.replay.tables import Table, percent
+
+FORMAT, VERSION = "fastadv arms", 1  # docs/gram_file.md describes it
+NUMBERS = ("fraction", "kappa")
+TEXTS = ("baseline", "population", "singleton")
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a Gram says about some arms; the first is the reference."""
+
+    gram: SegmentGram
+    arms: tuple[Arm, ...]
+    rows: list[ArmRow]
+    projections: Projections
+    seed: int
+
+
+def parse_arm(text: str, presets: dict[str, Arm]) -> Arm:
+    """An arm from a text: the name of one of `presets`, or "NAME:key=value,..." with the fields of `fastadv.Arm`.
+
+    Raises:
+        ReplayError: an unknown name, field or value.
+    """
+    name, colon, rest = text.partition(":")
+    if not colon:
+        if name not in presets:
+            raise ReplayError(
+                f"--arm {text!r} is none of {', '.join(presets)}; describe another as NAME:key=value,..., for example "
+                "half:excludes=budget,fraction=0.5"
+            )
+        return presets[name]
+    fields: dict[str, object] = {"description": rest}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in ("excludes", "seed", *NUMBERS, *TEXTS):
+            known = ", ".join(("excludes", *NUMBERS, *TEXTS, "seed"))
+            raise ReplayError(f"--arm {text!r}: {part!r} is no key=value of {known}")
+        fields[key] = _value(text, key, value)
+    try:
+        return Arm(name.strip(), **fields)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ReplayError(f"--arm {text!r}: {error}") from error
+
+
+def _value(text: str, key: str, value: str) -> object:
+    if key in TEXTS:
+        return value
+    try:
+        if key == "excludes":
+            return tuple(Outcome[name.strip().upper()] for name in value.split("+"))
+        return int(value) if key == "seed" else float(value)
+    except KeyError as error:
+        names = ", ".join(outcome.name.lower() for outcome in Outcome)
+        raise ReplayError(f"--arm {text!r}: {value!r} is no outcome; join names with +: {names}") from error
+    except ValueError as error:
+        raise ReplayError(f"--arm {text!r}: {key} is {value!r}, which is no number") from error
+
+
+def ask(path: Path, arms: list[Arm], *, buckets: bool = True, seed: int = 0) -> Answer:
+    """Every arm of a saved Gram against the first.
+
+    Raises:
+        ReplayError: a file that is no Gram, or an arm that it cannot answer.
+    """
+    names = [arm.name for arm in arms]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ReplayError(f"two arms are called {twice!r}; give each a name of its own")
+    try:
+        gram = SegmentGram.load(path)
+        rollouts, tokens = gram.rollouts, gram.tokens
+        assert rollouts is not None
+        rows = []
+        for arm in arms:
+            statistics = freeze(rollouts, excludes=arm.excludes, kappa=arm.kappa)
+            result = arm.apply(rollouts, statistics)
+            rows.append(arm_row(arm, prompt_sums(arm, result, rollouts, statistics, tokens)))
+        return Answer(gram, tuple(arms), rows, project(gram, arms, buckets=buckets, seed=seed), seed)
+    except ValueError as error:
+        raise ReplayError(str(error)) from error
+
+
+def answer_tables(answer: Answer) -> list[Table]:
+    """The arms, and their gradients."""
+    return [arms_table(answer.rows, ""), *projection_tables(answer.projections)]
+
+
+def about(answer: Answer) -> list[str]:
+    """What the Gram is of, and what was done to its rollouts."""
+    gram = answer.gram
+    assert gram.rollouts is not None
+    share = percent(gram.covered / max(1, gram.total))
+    found = [
+        f"{counted(gram.size, 'segment')} of {counted(gram.rollouts.num_rollouts, 'rollout')}, "
+        f"{counted(answer.projections.prompts, 'prompt')}; gradients of {gram.covered:,} of {gram.total:,} parameters "
+        f"({share}), {plain(gram.dtype)}, temperature {gram.temperature:g}",
+        f"checkpoint {plain(gram.checkpoint[:16]) or 'unknown'}, rollouts {plain(gram.batch[:16]) or 'unknown'}",
+    ]
+    return [*found, *(plain(note) for note in gram.notes)]
+
+
+def answer_json(answer: Answer) -> str:
+    """Everything, as JSON; numbers that do not exist are null."""
+    from fastadv import __version__
+
+    gram = answer.gram
+    assert gram.rollouts is not None
+    names = ("size", "level", "covered", "total", "temperature", "dtype", "checkpoint", "batch", "notes")
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fastadv": __version__,
+        "seed": answer.seed,
+        "gram": {"rollouts": gram.rollouts.num_rollouts, **{name: getattr(gram, name) for name in names}},
+        "arms": [
+            {**jsonable(row), "settings": jsonable(_settings(arm))}
+            for row, arm in zip(answer.rows, answer.arms, strict=True)
+        ],
+        "projections": jsonable(answer.projections),
+    }
+    return json.dumps(document, indent=1, allow_nan=False)
+
+
+def _settings(arm: Arm) -> dict[str, object]:
+    """How an arm is described: its fields, outcomes by name."""
+    fields = {f.name: getattr(arm, f.name) for f in dataclasses.fields(arm) if f.name not in ("name", "description")}
+    return {**fields, "excludes": [outcome.name for outcome in arm.excludes]}

@@ -1,0 +1,56 @@
+"""Where the replay asks for the segment Gram of its rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fastadv import gradproj
+from fastadv.batch import Batch
+from fastadv.gradproj.gram import SegmentGram, checkpoint_fingerprint
+from fastadv.replay.policy import Policy
+
+
+def segment_gram(
+    policy: Policy,
+    batches: Sequence[Batch],
+    *,
+    max_tokens: int,
+    notes: Sequence[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SegmentGram:
+    """The Gram of every (rollout, turn) of all batches, with everything that is needed to ask it about arms later.
+
+    Raises:
+        ValueError: a model that cannot be intercepted, or gradients that are not finite.
+    """
+    gram = gradproj.segment_gram(
+        policy.model, list(batches), level="turn", temperature=policy.temperature, max_tokens=max_tokens,
+        progress=progress,
+    )  # fmt: skip
+    gram = replace(
+        gram,
+        temperature=policy.temperature,
+        dtype=str(policy.parameters[0].dtype).removeprefix("torch."),
+        checkpoint=checkpoint_fingerprint(policy.model),
+    )
+    return gram.with_rollouts(batches, notes=notes)
+
+
+def plan(policy: Policy, batches: Sequence[Batch]) -> str:
+    """What the pass will take, for people: operations, streams, memory.
+
+    Raises:
+        ValueError: a model of a family that the planner, and so the pass, does not know.
+    """
+    rollouts, segments = sum(b.num_rollouts for b in batches), sum(b.segments.count for b in batches)
+    return gradproj.plan(
+        policy.model,
+        tokens=sum(int(batch.token_ids.cu_seqlens[-1]) for batch in batches if batch.token_ids is not None),
+        rollouts=rollouts,
+        turns=max(1, math.ceil(segments / rollouts)),
+        level="turn",
+        loss_tokens=sum(int(batch.mask.sum()) for batch in batches),
+        value_bytes=policy.parameters[0].element_size(),
+    ).explain()
