@@ -22,7 +22,7 @@ peers: .venv/peers
 # torch leave memory to the system when they end, so leaks are not looked for.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
 OP_TESTS := $(addprefix tests/test_,$(addsuffix .py,contracts contracts_input contracts_torch conversions index_objects \
-	advantages policy_loss losses losses_corrections losses_covariance token_log_probs batch metamorphic \
+	advantages policy_loss losses losses_corrections losses_covariance token_log_probs gradproj_kernels batch metamorphic \
 	reports reports_losses reports_log_probs))
 sanitize: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt pybind11 setuptools

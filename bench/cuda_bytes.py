@@ -26,6 +26,8 @@ turn_moments = _of_triton("moments", "turn_bytes_moved")
 frozen_group_advantages = _of_triton("group_advantages")
 frozen_turn_advantages = _of_triton("turn_advantages")
 policy_loss = _of_triton("policy_loss")
+multi_dot_gram = _of_triton("multi_dot_gram")
+count_sketch = _of_triton("count_sketch")
 _log_probs = _of_triton("token_log_probs")
 
 

@@ -129,6 +129,8 @@ STREAMS = {
     "scale_gradient_kernel": Stream(),
     "row_sums_kernel": Stream(aligned=1, stores=False, finish=60),
     "logits_gradient_kernel": Stream(aligned=2),
+    "block_products_kernel": Stream(stores=False),
+    "count_sketch_kernel": Stream(loads=False, stores=False),  # a lane has a column, and so atomics have neighbours
 }
 
 
@@ -197,8 +199,9 @@ without a GPU and taken apart with `cuobjdump`. The numbers hold for this versio
 a multiprocessor, not how long it runs.
 
 `tests/test_cuda_code.py` sees to it that no kernel spills registers or uses local memory, none adds floats atomically,
-every address has 64 bits, and kernels that stream, over tokens or logits (**s**), have loads and stores of 16 bytes and
-compute nothing in float64 in the loops over their stream. Where a template argument says so, a form is for pointers
+every address has 64 bits, and kernels that stream, over tokens, logits or gradients (**s**), have loads and stores of
+16 bytes and compute nothing in float64 in the loops over their stream; `count_sketch_kernel` moves single elements, so
+that the atomics of a warp are of neighbours. Where a template argument says so, a form is for pointers
 that are no multiples of 16 bytes, and moves less at a time.
 
 | column | says |

@@ -273,6 +273,25 @@ void py_logits_gradient(const py::tuple& inputs, uintptr_t lse, uintptr_t entrop
   logits_gradient(in, pointer<const double>(lse), pointer<const double>(entropy), pointer<const double>(sum_p2), upstream, out, threads);
 }
 
+void py_multi_dot_gram(const py::tuple& rows, const py::sequence& vectors, uintptr_t gram, int threads) {
+  GramInputs in;
+  in.rows = rows_of(rows);
+  for (const auto& vector : vectors) {
+    if (in.count == kGramVectors) throw std::invalid_argument("multi_dot_gram: too many vectors for one pass");
+    in.vectors[in.count++] = token_view(py::reinterpret_borrow<py::object>(vector));
+  }
+  const py::gil_scoped_release release;
+  multi_dot_gram(in, pointer<double>(gram), threads);
+}
+
+// place: (row offset, column offset), of the piece in its parameter.
+void py_count_sketch(const py::tuple& rows, const py::object& values, const py::tuple& place, uint64_t key, float scale, int64_t copies,
+                     int64_t size, uintptr_t out, int threads) {
+  const SketchInputs in{token_view(values), rows_of(rows), place[0].cast<int64_t>(), place[1].cast<int64_t>(), key, scale, copies, size};
+  const py::gil_scoped_release release;
+  count_sketch(in, pointer<int64_t>(out), threads);
+}
+
 // Asks for large pages under an array that is about to be written: faults for small pages would cost more than the kernel.
 void advise_large_pages(uintptr_t address, int64_t bytes) {
 #if defined(__linux__)
@@ -312,4 +331,6 @@ PYBIND11_MODULE(FASTADV_MODULE, m) {
   m.def("finish_statistics", &py_finish_statistics);
   m.def("token_log_probs", &py_token_log_probs);
   m.def("logits_gradient", &py_logits_gradient);
+  m.def("multi_dot_gram", &py_multi_dot_gram);
+  m.def("count_sketch", &py_count_sketch);
 }

@@ -234,6 +234,26 @@ void py_logits_gradient(int device, uintptr_t stream, const py::tuple& inputs, u
   logits_gradient(launcher, logits_inputs(inputs), state, upstream, logits_view(gradient));
 }
 
+// ---- gradient projections
+
+// vectors: their addresses.
+void py_multi_dot_gram(int device, uintptr_t stream, int dtype, int64_t n, const py::list& vectors, uintptr_t partials, uintptr_t gram) {
+  const void* data[kGramVectors] = {};
+  if (vectors.size() > kGramVectors) throw std::invalid_argument("multi_dot_gram: too many vectors for one pass");
+  for (size_t v = 0; v < vectors.size(); ++v) data[v] = pointer<const void>(vectors[v].cast<uintptr_t>());
+  multi_dot_gram(Launcher("multi_dot_gram", device, stream), DType(dtype), int(vectors.size()), data, n, pointer<double>(partials),
+                 pointer<double>(gram));
+}
+
+// place: (row offset, column offset), of the piece in its parameter.
+void py_count_sketch(int device, uintptr_t stream, const py::tuple& rows, int dtype, uintptr_t values, const py::tuple& place, uint64_t key,
+                     float scale, int64_t copies, int64_t size, uintptr_t out) {
+  const Rows r = rows_of(rows);
+  const SketchPiece piece{r.count, r.width, place[0].cast<int64_t>(), place[1].cast<int64_t>()};
+  count_sketch(Launcher("count_sketch", device, stream), piece, DType(dtype), pointer<const void>(values), key, scale, copies, size,
+               pointer<int64_t>(out));
+}
+
 void py_check_device(int device) { check_device(Launcher("fastadv", device, 0)); }
 
 // Kind of device whose memory the kernels read: "cuda", or "cpu" where tests compiled them for it.
@@ -274,4 +294,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("finish_statistics", &py_finish_statistics);
   m.def("token_log_probs", &py_token_log_probs);
   m.def("logits_gradient", &py_logits_gradient);
+  // gradient projections
+  m.attr("GRAM_BLOCK") = kGramBlock;
+  m.def("multi_dot_gram", &py_multi_dot_gram);
+  m.def("count_sketch", &py_count_sketch);
 }

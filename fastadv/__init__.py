@@ -13,6 +13,7 @@ from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.linear_log_probs import linear_log_probs
 from fastadv.ops.linear_policy_loss import linear_policy_loss
+from fastadv.ops.multi_dot_gram import multi_dot_gram
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.score_centering import Sampler, score_centering_loss
 from fastadv.ops.segments import segment_tokens
@@ -67,6 +68,7 @@ __all__ = [
     "last_backend",
     "linear_log_probs",
     "linear_policy_loss",
+    "multi_dot_gram",
     "pad",
     "policy_loss",
     "question_one_arms",

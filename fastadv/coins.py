@@ -11,22 +11,24 @@ from torch import Tensor
 from fastadv import validation
 from fastadv._graphs import constant_in_graphs
 
-_STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as int64: splitmix64's increment
+STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as int64: splitmix64's increment
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """int64 as uint64, shifted to the right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def mixed(x: Tensor) -> Tensor:
     """splitmix64's finaliser; int64 arithmetic wraps as uint64's does."""
-    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ _shifted(x, 31)
+    x = (x ^ shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ shifted(x, 31)
 
 
 @constant_in_graphs
-def _number(text: str) -> int:
+def number(text: str) -> int:
+    """A string's 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -46,12 +48,12 @@ def uniforms(seed: int, ids: Tensor | Sequence[int | str], stream: str = "") -> 
         for i, x in enumerate(ids):
             if isinstance(x, bool) or not isinstance(x, (int, str)):
                 raise TypeError(f"uniforms: ids[{i}] is {x!r}; ids are integers or strings")
-        numbers = torch.tensor([_number(x) if isinstance(x, str) else x for x in ids], dtype=torch.int64)
+        numbers = torch.tensor([number(x) if isinstance(x, str) else x for x in ids], dtype=torch.int64)
     origin = torch.tensor((seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=numbers.device)
     if stream:
-        origin = _mixed(origin + _STEP) ^ _number(stream)
-    bits = _mixed(_mixed(origin + _STEP) + (numbers + 1) * _STEP)
-    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
+        origin = mixed(origin + STEP) ^ number(stream)
+    bits = mixed(mixed(origin + STEP) + (numbers + 1) * STEP)
+    return shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
 def keep(seed: int, ids: Tensor | Sequence[int | str], probability: float | Tensor, *, stream: str = "") -> Tensor:

@@ -198,6 +198,23 @@ def linear_magnitude(inputs: Inputs) -> float:
     return float(losses.abs().sum() / inputs["mask"].sum().clamp(min=1))
 
 
+# ---- gradient projections --------------------------------------------------------------------------------------------
+
+
+def make_multi_dot_gram(d: Draw) -> Inputs:
+    return {name: d.normal(*d.tokens) for name in "abc"}
+
+
+def multi_dot_gram(backend: str, a: Tensor, b: Tensor, c: Tensor) -> Outputs:
+    return {"gram": fa.multi_dot_gram([a, b, c], backend=backend)}
+
+
+def count_sketch(backend: str, numbers: Tensor) -> Outputs:
+    """A piece of a larger parameter, in which no chunk begins where a row does."""
+    place = {"row_offset": 3, "column_offset": 37, "parameter": "layers.0.weight", "copies": 2}
+    return {"sketch": fa.gradproj.count_sketch(numbers, 100, **place, backend=backend)}
+
+
 # ---- score centering -------------------------------------------------------------------------------------------------
 
 
@@ -295,11 +312,13 @@ CASES = (
         gradient_of="hidden",
         magnitude=linear_magnitude,
     ),
+    Case("multi_dot_gram", make_multi_dot_gram, multi_dot_gram),
+    Case("count_sketch", lambda d: {"numbers": 10 * d.normal(*d.tokens)}, count_sketch),
 )
 # The interpreter takes seconds a test: one case of each kernel runs always, and the rest with the slow tests.
 QUICK = (
     "turn_ids_from_mask", "segments", "segment_tokens", "token_counts", "sequence_log_ratios", "group_advantages[mean]",
-    "turn_advantages", "policy_loss[ppo]",
+    "turn_advantages", "policy_loss[ppo]", "multi_dot_gram", "count_sketch",
 )  # fmt: skip
 
 

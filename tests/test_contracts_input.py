@@ -55,6 +55,14 @@ def freeze(backend: str, **changes: Any) -> Any:
     return fa.freeze_statistics(**given, backend=backend)
 
 
+def gram(backend: str, **changes: Any) -> Any:
+    return fa.multi_dot_gram(**{"vectors": [LOG_PROBS, LOG_PROBS], **changes}, backend=backend)
+
+
+def sketch(backend: str, **changes: Any) -> Any:
+    return fa.gradproj.count_sketch(**{"values": LOG_PROBS, "size": 64, **changes}, backend=backend)
+
+
 def table(turns: Tensor = IDS, values: int = 3) -> fa.SegmentTable:
     return fa.SegmentTable(torch.ones(values), fa.segments(turns, CU))
 
@@ -171,6 +179,29 @@ BAD = [
         ValueError,
         r"advantages has shape \[2\], which is both the number of tokens and of rollouts",
     ),
+    # gradient projections
+    (gram, {"vectors": []}, ValueError, r"vectors is empty; pass at least one"),
+    (gram, {"vectors": torch.ones(2, 5)}, TypeError, r"vectors is a tensor; pass a list of tensors"),
+    (gram, {"vectors": [LOG_PROBS, None]}, TypeError, r"vectors\[1\] is a NoneType"),
+    (gram, {"vectors": [LOG_PROBS, LOG_PROBS[:4]]}, ValueError, r"vectors\[1\] has shape \[4\]; expected \[5\]"),
+    (gram, {"vectors": [LOG_PROBS, LOG_PROBS.half()]}, TypeError, r"vectors\[1\] has dtype torch.float16; use float32"),
+    (gram, {"vectors": [IDS]}, TypeError, r"vectors\[0\] has dtype torch.int32"),
+    (sketch, {"values": IDS}, TypeError, r"values has dtype torch.int32"),
+    (sketch, {"values": torch.ones(2, 2, 2)}, ValueError, r"values has shape \[2, 2, 2\]; pass \[n\] or \[rows, col"),
+    (sketch, {"values": torch.tensor([1.0, NAN])}, ValueError, r"values\[1\] is nan; it must be finite and below"),
+    (sketch, {"size": 31}, ValueError, r"size is 31; it must be from 32 to 268435456"),
+    (sketch, {"size": 2**28 + 1}, ValueError, r"size is 268435457"),
+    (sketch, {"size": 64.0}, TypeError, r"size is a float; pass an integer"),
+    (sketch, {"copies": 0}, ValueError, r"copies is 0; it must be from 1"),
+    (sketch, {"row_offset": -1}, ValueError, r"row_offset is -1"),
+    (sketch, {"column_offset": -32}, ValueError, r"column_offset is -32"),
+    (sketch, {"quantum": 1e-12}, ValueError, r"quantum is 1e-12; it must be a power of two"),
+    (sketch, {"quantum": 0.0}, ValueError, r"quantum is 0.0"),
+    (sketch, {"quantum": -0.5}, ValueError, r"quantum is -0.5"),
+    (sketch, {"quantum": NAN}, ValueError, r"quantum is nan"),
+    (sketch, {"quantum": "1"}, TypeError, r"quantum is a str"),
+    (sketch, {"out": torch.zeros(64, dtype=torch.int64)}, ValueError, r"out has shape \[64\]; expected \[1, 64\]"),
+    (sketch, {"out": torch.zeros(1, 64)}, TypeError, r"out has dtype torch.float32; use int64"),
 ]  # fmt: skip
 
 

@@ -227,7 +227,28 @@ def logit_ops(dtype: torch.dtype) -> dict[str, Op]:
     return ops
 
 
+def gradient_ops() -> dict[str, Op]:
+    vectors = [torch.randn(40_000) for _ in range(4)]
+    halves = [v.bfloat16() for v in vectors]
+    sketch = torch.zeros(1, 1000, dtype=torch.int64)  # of so few slots that each gets something
+    return {
+        "multi_dot_gram": (
+            lambda: fa.multi_dot_gram(vectors, backend="cuda"),
+            cuda_bytes.multi_dot_gram(40_000, 4),
+        ),
+        "multi_dot_gram, bfloat16": (
+            lambda: fa.multi_dot_gram(halves, backend="cuda"),
+            cuda_bytes.multi_dot_gram(40_000, 4, 2),
+        ),
+        "count_sketch": (
+            lambda: fa.gradproj.count_sketch(vectors[0].view(200, 200), 1000, out=sketch, backend="cuda"),
+            cuda_bytes.count_sketch(40_000, 1000),
+        ),
+    }
+
+
 OPS = {
+    "of gradients": gradient_ops,
     "of tokens": token_ops,
     "of rows": row_ops,
     "losses": loss_ops,

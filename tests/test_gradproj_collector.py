@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastadv.gradproj import RolloutSketches, SketchCollector
-from fastadv.gradproj._count_sketch import count_sketch, sketch_values
+from fastadv.ops.count_sketch import count_sketch, sketch_values
 
 B, T, SIZE = 4, 6, 1024
 SKETCH: dict[str, Any] = {"size": SIZE, "copies": 2, "seed": 3}

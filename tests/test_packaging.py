@@ -72,6 +72,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 rewards, ids = torch.randn(64, generator=g), torch.arange(64) % 8
 turns = fa.turn_ids_from_mask(mask[:64 * 1000].view(64, 1000), backend="cpu")
 digest.update(fa.turn_advantages(rewards, ids, turns, scale="std", backend="cpu").numpy().tobytes())
+vectors = [torch.randn(9999, generator=g) for _ in range(7)]
+digest.update(fa.multi_dot_gram(vectors, backend="cpu").numpy().tobytes())
+digest.update(fa.gradproj.count_sketch(vectors[0].view(99, 101), 777, copies=2, backend="cpu").numpy().tobytes())
 print(digest.hexdigest())
 """
     run = python(code, FASTADV_CPU_ISA=isa)

@@ -7,6 +7,7 @@
 #include "cpu/token_view.h"
 #include "fastadv/baselines.h"
 #include "fastadv/corrections.h"
+#include "fastadv/gram.h"
 #include "fastadv/log_softmax.h"
 #include "fastadv/policy_loss.h"
 
@@ -155,5 +156,26 @@ void token_log_probs(const LogitsInputs& in, const LogProbsOutputs& out, int thr
 // `gradient` may be the logits themselves. entropy and sum_p2 may be null where nothing flows back from them.
 void logits_gradient(const LogitsInputs& in, const double* lse, const double* entropy, const double* sum_p2,
                      const LogProbsGradients& upstream, const LogitsView& gradient, int threads);
+
+// ---- multi_dot_gram.cpp: inner products of all pairs, [count, count]
+struct GramInputs {
+  int count = 0;  // 1, ..., kGramVectors
+  TokenView vectors[kGramVectors];
+  Rows rows;      // their elements, padded
+};
+void multi_dot_gram(const GramInputs& in, double* gram, int threads);
+
+// ---- count_sketch.cpp: adds a piece of a parameter to its sketches, [copies, size]
+struct SketchInputs {
+  TokenView values;
+  Rows rows;               // those of the piece, padded
+  int64_t row_offset = 0;  // where the piece begins in the parameter
+  int64_t column_offset = 0;
+  uint64_t key = 0;        // of the parameter
+  float scale = 1.0f;      // quanta in 1
+  int64_t copies = 1;
+  int64_t size = 0;        // slots of a copy
+};
+void count_sketch(const SketchInputs& in, int64_t* out, int threads);
 
 }  // namespace fastadv

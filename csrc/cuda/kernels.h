@@ -9,6 +9,7 @@
 #include "cuda/policy_loss.h"
 #include "cuda/rows.h"
 #include "fastadv/baselines.h"
+#include "fastadv/gram.h"
 #include "fastadv/log_softmax.h"
 
 namespace fastadv::cuda {
@@ -152,5 +153,17 @@ void token_log_probs(const Launcher& launcher, const LogitsInputs& in, double* s
 // `gradient` may be the logits themselves. That of float32 logits may be bfloat16, else both have one type.
 void logits_gradient(const Launcher& launcher, const LogitsInputs& in, const LogProbsState& state,
                      const LogProbsGradients& upstream, const LogitsView& gradient);
+
+// ---- multi_dot_gram.cu: inner products of all pairs of at most kGramVectors vectors of n elements, [count, count]
+constexpr int kGramBlock = 16384;  // elements; `partials` has a number a pair for each block of them
+void multi_dot_gram(const Launcher& launcher, DType dtype, int count, const void* const* vectors, int64_t n, double* partials,
+                    double* gram);
+
+// ---- count_sketch.cu: adds a piece of a parameter, which begins at the offsets, to its sketches, [copies, size]
+struct SketchPiece {
+  int64_t rows, columns, row_offset, column_offset;
+};
+void count_sketch(const Launcher& launcher, const SketchPiece& piece, DType dtype, const void* values, uint64_t key, float scale,
+                  int64_t copies, int64_t size, int64_t* out);
 
 }  // namespace fastadv::cuda

@@ -10,6 +10,7 @@ from fastadv.gradproj.projections import Projections, project
 from fastadv.gradproj.sharding import fsdp2_filter, megatron_filter, sum_gradients
 from fastadv.gradproj.sketch import Estimate, RolloutSketches
 from fastadv.gradproj.token_dots import directional_derivative, segment_dots, token_dots
+from fastadv.ops.count_sketch import count_sketch, sketch_values
 from fastadv.ops.segment_weight_gram import segment_weight_gram
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RolloutSketches",
     "SegmentGram",
     "SketchCollector",
+    "count_sketch",
     "directional_derivative",
     "fsdp2_filter",
     "megatron_filter",
@@ -32,6 +34,7 @@ __all__ = [
     "segment_dots",
     "segment_gram",
     "segment_weight_gram",
+    "sketch_values",
     "sum_gradients",
     "token_dots",
 ]

@@ -10,18 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fastadv.gradproj.sharding import Filter, gradient_of, local_part, reduced
+from fastadv.ops.multi_dot_gram import multi_dot_gram
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 BLOCK = 1 << 22  # elements of which differences are formed at a time
 BASES = ("arms", "differences")
-
-
-def _multi_dot_gram(vectors: list[Tensor]) -> Tensor:
-    """In float64 throughout."""
-    rows = torch.stack([v.to(torch.float64) for v in vectors])
-    return rows @ rows.T
 
 
 class GramAccumulator:
@@ -194,6 +189,6 @@ class GramAccumulator:
             parts = [None if v is None else v[start : start + BLOCK].to(device, dtype) for v in flat]
             zeros = torch.zeros_like(next(p for p in parts if p is not None))
             rows = [zeros if p is None else p for p in parts]
-            products += _multi_dot_gram([rows[0], *(r - rows[0] for r in rows[1 : self._arms]), *rows[self._arms :]])
+            products += multi_dot_gram([rows[0], *(r - rows[0] for r in rows[1 : self._arms]), *rows[self._arms :]])
         self._counted[name] = products.diagonal().isfinite()
         self._total = self._total.to(device) + products

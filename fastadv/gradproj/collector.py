@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fastadv import validation
-from fastadv.gradproj._count_sketch import count_sketch
 from fastadv.gradproj.sharding import Filter, is_dtensor
 from fastadv.gradproj.sketch import RolloutSketches
+from fastadv.ops.count_sketch import count_sketch
 from fastadv.rows import Rows
 
 

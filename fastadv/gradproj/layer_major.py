@@ -100,6 +100,8 @@ def segment_gram(
             turns=plan.turns,
             covered=sum(p.numel() for p in run.covered.values()),
             total=sum(p.numel() for p in model.parameters()),
+            temperature=temperature,
+            dtype=str(parts.tokens.weight.dtype).removeprefix("torch."),
         )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.gradproj._count_sketch import sketch_values
 from fastadv.gradproj.sharding import reduced
+from fastadv.ops.count_sketch import sketch_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
