@@ -42,6 +42,8 @@ class Run(NamedTuple):
 def fastadv(*arguments: Any) -> Run:
     """The command in this process: what it prints and its exit status."""
     stdout, stderr = io.StringIO(), io.StringIO()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small products, whose threads would wait for each other where a machine is busy
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", ["fastadv", *map(str, arguments)])
         patch.setenv("COLUMNS", "200")
@@ -50,6 +52,8 @@ def fastadv(*arguments: Any) -> Run:
             code = 0
         except SystemExit as exit_:
             code = int(exit_.code or 0)
+        finally:
+            torch.set_num_threads(threads)
     return Run(code, stdout.getvalue(), stderr.getvalue())
 
 
