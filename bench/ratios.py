@@ -1,6 +1,7 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [losses] [advantages] [log-probs] [linear] [scaling] [replay]
+python -m bench.ratios [policy-loss] [losses] [advantages] [log-probs] [linear] [gradproj-kernels] [scaling]
+    [replay]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 import fastadv as fa
 from bench import linear, peers
 from bench.batches import PPO, TOKENS, forward_backward, raw_policy_loss, rollouts
+from bench.gradproj_kernels import gradproj_kernels
 from bench.harness import (
     Bandwidth,
     Line,
@@ -238,6 +240,7 @@ SUITES = {
     "advantages": advantages,
     "log-probs": log_probs,
     "linear": linear.linear,
+    "gradproj-kernels": gradproj_kernels,
     "scaling": scaling,
     "replay": replay,
 }

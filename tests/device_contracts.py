@@ -212,6 +212,7 @@ LARGE = (
     test_large.test_turn_ids_and_counts,
     test_large.test_segment_tokens,
     test_large.test_linear_log_probs,
+    test_large.test_gradient_projections,
 )
 
 

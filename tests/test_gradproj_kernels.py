@@ -71,6 +71,14 @@ def test_sums_stay_exact_where_torch_dot_loses_digits() -> None:
     assert ours < 0.1 * abs(float(torch.dot(x, x)) / exact - 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_squares_of_short_numbers_are_not_rounded_one_way(dtype: torch.dtype) -> None:
+    """In float32 sums eight times as long they are: by 2.5e-7 of the sum."""
+    x = torch.randn(2**18).to(dtype)
+    exact = float(fa.multi_dot_gram([x], backend="reference"))
+    assert abs(float(fa.multi_dot_gram([x], backend="cpu")) / exact - 1) < 8e-8
+
+
 def test_a_difference_of_products_keeps_nothing_that_the_product_of_differences_keeps() -> None:
     """Nearly parallel gradients: pass differences. Theirs is as good as any; from the others' Gram it is not."""
     reference = torch.randn(100_000)

@@ -102,3 +102,18 @@ def test_linear_log_probs(backend: str) -> None:
     for whole, part in zip(results(hidden, labels, mask), alone, strict=True):
         assert torch.equal(whole[-counted:], part)
         assert not whole[:-counted:4096].any()
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_gradient_projections(backend: str) -> None:
+    """A gradient of over 2^31 elements, of which the last are not 0."""
+    gradient = torch.zeros(TOKENS, dtype=torch.bfloat16)
+    gradient[TOKENS - LAST :] = torch.randn(LAST).to(torch.bfloat16)
+    alone = tail(gradient)
+    squares = [float(fa.multi_dot_gram([x], backend=backend)) for x in (gradient, alone)]
+    assert squares[0] == pytest.approx(squares[1], rel=2e-7)
+    assert squares[0] > 0
+    sketch = fa.gradproj.count_sketch(gradient, 1024, backend=backend)
+    place = {"column_offset": TOKENS - LAST}
+    assert torch.equal(fa.gradproj.count_sketch(alone, 1024, **place, backend=backend), sketch)
+    assert sketch.any()

@@ -245,3 +245,31 @@ def test_one_token_alone_equals_the_same_token_in_a_batch(backend: str) -> None:
     whole = gradient(slice(None))
     for token in (0, 15, 16, 17, 1023, 1024, 2999):
         assert torch.equal(gradient(slice(token, token + 1)), whole[token : token + 1])
+
+
+@ON
+@hypothesis.given(sizes=st.tuples(st.integers(1, 9), st.integers(0, 700)), seed=st.integers(0, 2**32))
+def test_permuting_and_doubling_vectors_does_that_to_their_products(
+    backend: str, sizes: tuple[int, int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vectors = list(torch.randn(sizes, generator=generator))
+    order = torch.randperm(sizes[0], generator=generator)
+    gram = fa.multi_dot_gram(vectors, backend=backend)
+    assert torch.equal(fa.multi_dot_gram([vectors[i] for i in order], backend=backend), gram[order][:, order])
+    doubled = fa.multi_dot_gram([2 * vectors[0], *vectors[1:]], backend=backend)
+    factor = torch.ones(sizes[0], dtype=torch.float64)
+    factor[0] = 2
+    assert torch.equal(doubled, gram * factor * factor[:, None])
+
+
+@ON
+@hypothesis.given(
+    shape=st.tuples(st.integers(0, 9), st.integers(0, 99)), power=st.integers(-20, 20), seed=st.integers(0, 2**32)
+)
+def test_a_sketch_does_not_depend_on_the_unit(backend: str, shape: tuple[int, int], power: int, seed: int) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    sketch = fa.gradproj.count_sketch(values, 96, backend=backend)
+    assert torch.equal(fa.gradproj.count_sketch(-values, 96, backend=backend), -sketch)
+    unit = 2.0**power
+    assert torch.equal(fa.gradproj.count_sketch(values * unit, 96, quantum=unit * 2.0**-40, backend=backend), sketch)

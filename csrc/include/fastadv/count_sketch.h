@@ -38,8 +38,8 @@ FASTADV_INLINE int64_t whole(float quanta) {
   return int64_t(quanta < 0.0f ? -rounded : rounded);
 }
 
-// What a value that is not in range adds to each slot of its chunk, in place of itself. Any number of these below 2^33 leaves
-// a slot that is 2^61 or more from 0, which nothing else does: the reader makes that NaN. All sums are modulo 2^64.
+// What a value that is not in range adds to each slot of its chunk, in place of itself. Any number of these in a chunk, below
+// 2^32, leaves a slot that is 2^61 or more from 0, which nothing else does: the reader makes that NaN. All sums are modulo 2^64.
 FASTADV_INLINE uint64_t poison(int column) { return uint64_t{1} << (62 - column); }
 
 }  // namespace fastadv::sketch
