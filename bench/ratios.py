@@ -1,7 +1,7 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [losses] [advantages] [log-probs] [linear] [gradproj-kernels] [scaling]
-    [replay]
+python -m bench.ratios [policy-loss] [losses] [advantages] [log-probs] [linear] [gradproj]
+    [gradproj-kernels] [scaling] [replay]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 import fastadv as fa
 from bench import linear, peers
 from bench.batches import PPO, TOKENS, forward_backward, raw_policy_loss, rollouts
+from bench.gradproj import segment_grams
 from bench.gradproj_kernels import gradproj_kernels
 from bench.harness import (
     Bandwidth,
@@ -240,6 +241,7 @@ SUITES = {
     "advantages": advantages,
     "log-probs": log_probs,
     "linear": linear.linear,
+    "gradproj": segment_grams,
     "gradproj-kernels": gradproj_kernels,
     "scaling": scaling,
     "replay": replay,
