@@ -49,9 +49,9 @@ class checks:  # noqa: N801 - called like a function, usable as a context manage
         _mode = self._before
 
 
-def saveable(t: Tensor | None) -> Tensor | None:
-    """The tensor as autograd can save it: what was made in inference mode is copied."""
-    return t.clone() if t is not None and t.is_inference() else t
+def saveable(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors as autograd can save them: what was made in inference mode is copied."""
+    return [t if t is None or not t.is_inference() else t.clone() for t in tensors]
 
 
 def in_transform() -> bool:

@@ -294,10 +294,10 @@ def _run(
     per_token: bool,
 ) -> Results:
     device = log_probs.device
-    gradients = [
-        native.empty(t.shape, _gradient_dtype(t.dtype, formula), device) if is_wanted and t is not None else None
-        for t, is_wanted in zip((log_probs, entropy), wanted, strict=True)
-    ]
+    gradients: list[Tensor | None] = [None, None]
+    for i, t in enumerate((log_probs, entropy)):
+        if t is not None and wanted[i]:
+            gradients[i] = native.empty(t.shape, _gradient_dtype(t.dtype, formula), device)
     loss = (
         native.empty(log_probs.shape, torch.float32, device)
         if per_token
@@ -428,7 +428,7 @@ class PolicyLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.wanted = ctx.needs_input_grad[:2]
         loss, ctx.gradients, sums, means = run(backend, log_probs, entropy, inputs, formula, ctx.wanted, per_token)
-        ctx.save_for_backward(*map(validation.saveable, (log_probs, entropy, *inputs)))
+        ctx.save_for_backward(*validation.saveable(log_probs, entropy, *inputs))
         ctx.formula, ctx.per_token, ctx.backend = formula, per_token, backend
         ctx.dtypes = (log_probs.dtype, None if entropy is None else entropy.dtype)
         ctx.mark_non_differentiable(sums, means)

@@ -71,7 +71,9 @@ def _raises(message: str, t: Tensor) -> Tensor:
 
 def needs_dispatcher(args: tuple[Any, ...]) -> bool:
     """Whether a dispatch mode or a tensor subclass, also one inside of a list, has to see the call."""
-    return bool(torch._C._len_torch_dispatch_stack()) or _holds_subclass(args)
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return not _PLAIN.issuperset(map(type, args)) and _holds_subclass(args)
 
 
 _PLAIN = frozenset({Tensor, type(None), str, bool, int, float})  # a formula is two dozen floats, in each call

@@ -274,7 +274,7 @@ class _LinearLogProbs(torch.autograd.Function):
         parts: VocabParts | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_prob, entropy, sum_p2, state = forward(backend, (hidden, weight, bias), inputs, numbers, parts)
-        ctx.save_for_backward(*(validation.saveable(t) for t in (hidden, weight, bias, state, *inputs)))
+        ctx.save_for_backward(*validation.saveable(hidden, weight, bias, state, *inputs))
         ctx.backend, ctx.numbers, ctx.parts = backend, numbers, parts
         ctx.set_materialize_grads(False)
         return log_prob, entropy, sum_p2

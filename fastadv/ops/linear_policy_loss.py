@@ -112,7 +112,7 @@ class _OnePass(torch.autograd.Function):
     ) -> Tensor:
         ctx.gradients, output = work.run(ctx.needs_input_grad[:3])
         ctx.work = work
-        ctx.save_for_backward(hidden, weight, bias, *(validation.saveable(t) for t in others if isinstance(t, Tensor)))
+        ctx.save_for_backward(hidden, weight, bias, *validation.saveable(*(t for t in others if isinstance(t, Tensor))))
         found.append(output)
         return output.loss
 

@@ -113,7 +113,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(ctx: Any, backend: str, logits: Tensor, rest: tuple[Any, ...], in_place: bool) -> tuple[Tensor, ...]:
         labels, inverse_temperatures, *ctx.numbers, moments = rest
         log_probs, entropy, sum_p2, state = _launch(backend, logits, *rest)
-        ctx.save_for_backward(logits, labels, validation.saveable(inverse_temperatures), state)
+        ctx.save_for_backward(logits, labels, *validation.saveable(inverse_temperatures), state)
         ctx.in_place, ctx.backend = in_place, backend
         ctx.set_materialize_grads(False)
         return (log_probs, entropy, sum_p2) if moments else (log_probs,)
