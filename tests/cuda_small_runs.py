@@ -110,9 +110,14 @@ def log_probs(backend: str) -> Iterable[Tensor]:
         yield _logits.logits_gradient(backend, *given, *state, *torch.ones(3, 2), out=logits)
 
 
+def gradients(backend: str) -> Iterable[Tensor]:
+    yield fa.multi_dot_gram([torch.randn(17_000) for _ in range(3)], backend=backend)
+    yield fa.gradproj.count_sketch(torch.randn(70, 75), 64, column_offset=5, copies=2, backend=backend)
+
+
 RUNS: dict[str, Run] = {
     run.__name__: run
-    for run in (segment_tokens, turn_ids, counts, moments, advantages, log_ratios, policy_loss, log_probs)
+    for run in (segment_tokens, turn_ids, counts, moments, advantages, log_ratios, policy_loss, log_probs, gradients)
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from cuda_emulation import build
 
 TESTS = Path(__file__).parent
-NAMES = ("cuda_advantages", "cuda_logits", "cuda_policy_loss", "cuda_refusals", "bad_offsets")
+NAMES = ("cuda_advantages", "cuda_gradproj", "cuda_logits", "cuda_policy_loss", "cuda_refusals", "bad_offsets")
 FILES = [str(TESTS / f"test_{name}.py") for name in NAMES]
 ALL = "not triton"  # of FILES
 CONTRACTS = [str(TESTS / f"test_contracts{name}.py") for name in ("", "_torch", "_input")]
@@ -27,7 +27,8 @@ SELECTED = " or ".join(
     (
         "turns_and_counts", "views_that_are_not_aligned", "moments", "sizes", "every_rule", "edge_shapes", "all_sums",
         "blocks_of_several_steps", "a_factor", "log_ratios_equal", "equals_float64", "few_long_rows",
-        "row_that_is_split", "any_layout_and_in_place", "statistics_of_codes",
+        "row_that_is_split", "any_layout_and_in_place", "statistics_of_codes", "edges_of_blocks", "aligned_or_not",
+        "bits_of_the_reference",
     )
 )  # fmt: skip
 
@@ -134,7 +135,7 @@ def read(source: str) -> str:
 # of another or of the whole warp, a counter that others write at the same time.
 ORDERING = {r"__syncthreads\(\);": ";", r"__threadfence\(\);": ";"}
 SHARING = {
-    r"__shfl_(?:xor|up)_sync\([^,]+, (.+?), (?:distance|lanes|other|1)\)": r"(\1)",
+    r"__shfl_(?:xor_|up_)?sync\([^,]+, (.+?), (?:distance|lanes|other|1|k)\)": r"(\1)",
     r"__reduce_add_sync\([^,]+, (.+?)\)(?=;)": r"int(\1)",
     r"__syncthreads_or\((.+?)\)": r"(\1)",
     r"atomic(?:Add|Max)\((.+?), (.+?)\)": r"(*(\1) += \2)",
@@ -163,8 +164,10 @@ UNSEEN = {
 }
 # The run that notices, by source.
 NOTICED_BY = {
+    "count_sketch.cu": ("gradients",),
     "groups.h": ("moments", "advantages"),
     "logits_gradient.cu": ("log_probs",),
+    "multi_dot_gram.cu": ("gradients",),
     "policy_gradients.cu": ("policy_loss",),
     "policy_loss.cu": ("policy_loss",),
     "row_counts.h": ("counts",),

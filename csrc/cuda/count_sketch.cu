@@ -15,12 +15,15 @@ namespace {
 using sketch::kChunk;
 static_assert(kChunk == kWarp);
 
+using Slot = unsigned long long;  // what integer atomics take; in two's complement it holds any int64
+
 constexpr int kThreads = 256;
 constexpr int kChunks = 16;  // of a warp: each is looked up, and hashed, by one lane
 
 // Where a chunk's first column would lie among the values, and which of its columns the piece has: [low, high).
 struct Chunk {
-  int64_t row = 0, number = 0, begin = 0;
+  int64_t row = 0, number = 0;
+  long long begin = 0;
   int low = 0, high = 0;
 };
 
@@ -37,29 +40,29 @@ __device__ Chunk find(const SketchPiece& piece, int64_t index) {
 template <class T>
 __global__ void __launch_bounds__(kThreads)
 count_sketch_kernel(SketchPiece piece, const T* __restrict__ values, uint64_t key, float scale, int64_t copies, int64_t size,
-                    unsigned long long* __restrict__ out) {
+                    Slot* __restrict__ out) {
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
   const Chunk mine = find(piece, warp * kChunks + lane % kChunks);
   float quanta[kChunks];  // of this lane's column, in each chunk; 0 where the piece has none
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const int64_t begin = __shfl_sync(kWholeWarp, static_cast<long long>(mine.begin), k);
+    const int64_t begin = __shfl_sync(kWholeWarp, mine.begin, k);
     const int low = __shfl_sync(kWholeWarp, mine.low, k), high = __shfl_sync(kWholeWarp, mine.high, k);
     quanta[k] = lane >= low && lane < high ? to_float(values[begin + lane]) * scale : 0.0f;
   }
   for (int64_t copy = 0; copy < copies; ++copy, out += size) {
-    const uint64_t my_state = sketch::descend(sketch::descend(sketch::descend(key, copy), mine.row), mine.number);
+    const unsigned long long my_state = sketch::descend(sketch::descend(sketch::descend(key, copy), mine.row), mine.number);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const uint64_t state = __shfl_sync(kWholeWarp, static_cast<unsigned long long>(my_state), k);
+      const uint64_t state = __shfl_sync(kWholeWarp, my_state, k);
       const bool good = sketch::in_range(quanta[k]);
       const int bad = __popc(__ballot_sync(kWholeWarp, !good));
-      uint64_t x = uint64_t(sketch::whole(sketch::with_sign(good ? quanta[k] : 0.0f, state, lane)));
+      Slot x = Slot(sketch::whole(sketch::with_sign(good ? quanta[k] : 0.0f, state, lane)));
       if (bad) x += bad * sketch::poison(lane);
       if (x == 0) continue;
       const int64_t slot = sketch::first_slot(state, size) + lane;
-      atomicAdd(out + (slot < size ? slot : slot - size), static_cast<unsigned long long>(x));
+      atomicAdd(out + (slot < size ? slot : slot - size), x);
     }
   }
 }
@@ -71,7 +74,7 @@ void launch(const Launcher& launcher, const SketchPiece& piece, const void* valu
   const unsigned blocks = piece.columns ? launcher.blocks(piece.rows * in_row, kThreads / kWarp * kChunks) : 0;
   if (!blocks) return;
   count_sketch_kernel<T><<<blocks, kThreads, 0, launcher.stream()>>>(piece, static_cast<const T*>(values), key, scale, copies, size,
-                                                                     reinterpret_cast<unsigned long long*>(out));
+                                                                     reinterpret_cast<Slot*>(out));
   launcher.launched();
 }
 
