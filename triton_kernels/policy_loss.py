@@ -26,7 +26,6 @@ from fastadv.triton_kernels._policy_tokens import (
     ENTROPY,
     ENTROPY_GRADIENT,
     EVEN_BYTES,
-    EXCLUDED,
     GRADIENT,
     IS_WEIGHTS,
     LOW,
@@ -35,7 +34,6 @@ from fastadv.triton_kernels._policy_tokens import (
     ROLLOUT,
     ROW,
     ROW_IS_WEIGHTS,
-    ROW_SCALES,
     ROW_TOKENS,
     ROW_WEIGHTS,
     SCALE,
@@ -52,8 +50,8 @@ from fastadv.triton_kernels._policy_tokens import (
     add_full,
     add_parts,
     row_and_end,
-    when,
 )
+from fastadv.triton_kernels._row_scales import ROW_BLOCK, row_scales, row_scales_kernel
 from torch import Tensor
 
 from fastadv.ops._policy_loss_kernel import scale_of
@@ -66,7 +64,6 @@ GRADIENTS = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch
 VECTORS = {dtype: 16 // dtype.itemsize for dtype in GRADIENTS}  # tokens of a thread: 16 bytes of log-probs
 PROGRAMS = 1024  # as many run at once on an H100: from there on, each takes more blocks,
 STEPS = 8  # up to this many
-ROW_BLOCK = 1024  # rows, or programs' sums, that a program takes at a time
 SCALED_BLOCK, SCALED_WARPS = 2048, 8
 
 # Places in the sums, as in fastadv.ops._policy_loss_kernel.SUMS.
@@ -187,26 +184,6 @@ def policy_loss_kernel(
         tl.store(out + REJECTED * programs, (even & LOW).to(tl.float32))
         tl.store(out + CAPPED * programs, tl.sum(sums.weighed >> 8 & 0xFF).to(tl.float32))
         tl.store(out + MISSING * programs, (even >> 16).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["rows", "given"])
-def row_scales_kernel(
-    row_weights,  # [B] float64
-    row_tokens,  # [B] int64
-    scale,  # 0-d float64
-    row_scales,  # [B] float32
-    rows: tl.int64,
-    given: tl.int64,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    inside = row < rows
-    weight = tl.load(row_weights + row, mask=when((given & ROW_WEIGHTS) != 0, inside), other=1.0)  # [BLOCK]
-    tokens = tl.load(row_tokens + row, mask=when((given & ROW_TOKENS) != 0, inside), other=1)  # [BLOCK]
-    value = weight * tl.load(scale, mask=(given & SCALE) != 0, other=1.0) / tl.maximum(tokens, 1).to(tl.float64)
-    bits = value.to(tl.float32).to(tl.int32, bitcast=True)  # [BLOCK]
-    bits = tl.where(weight == 0.0, EXCLUDED, tl.where(bits == EXCLUDED, 0, bits))
-    tl.store(row_scales + row, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -338,7 +315,7 @@ def policy_loss(
             "entropy_gradient": entropy_written,
             "token_losses": partials if token_losses is None else token_losses,
             "segment_offsets": small(inputs.segment_offsets, torch.int64),
-            "row_scales": _row_scales(inputs, scale, rows.count, given, sums),
+            "row_scales": row_scales(inputs, scale, rows.count, given, sums),
             "row_log_ratios": small(inputs.row_log_ratios, torch.float32),
             "row_is_weights": small(inputs.row_is_weights, torch.float32),
             "cu_seqlens": cu_seqlens,
@@ -416,27 +393,6 @@ def _turn_ids(turn_ids: Tensor | None, sums: Tensor) -> Tensor:
     if turn_ids.dtype != torch.int32:
         turn_ids = turn_ids.clamp(-2, 2**31 - 1).to(torch.int32)
     return turn_ids.contiguous()
-
-
-def _row_scales(inputs: Inputs, scale: Tensor | None, rows: int, given: int, sums: Tensor) -> Tensor:
-    """What each row's sum is multiplied by, where rows differ in that."""
-    if not given & ROW_SCALES.value:
-        return nothing(sums.device, torch.float32)
-    scales = sums.new_empty(rows, dtype=torch.float32)
-    launch(
-        row_scales_kernel,
-        (blocks(scales.numel(), ROW_BLOCK),),
-        {
-            "row_weights": sums if inputs.row_weights is None else inputs.row_weights,
-            "row_tokens": nothing(sums.device, torch.int64) if inputs.row_tokens is None else inputs.row_tokens,
-            "scale": sums if scale is None else scale,
-            "row_scales": scales,
-            "rows": rows,
-            "given": given,
-        },
-        {"BLOCK": ROW_BLOCK},
-    )
-    return scales
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> int:
