@@ -94,6 +94,8 @@ LAUNCHES: dict[str, tuple[str, Callable[[], Any]]] = {
     "finish_statistics": ("token_log_probs", lambda: _logits.finish("cuda", torch.ones(2, 5, 3)).lse),
     "token_log_probs": ("token_log_probs", lambda: fa.token_log_probs(LOGITS, LABELS, **ON).log_probs),
     "logits_gradient": ("token_log_probs", logits_gradient),
+    "multi_dot_gram": ("multi_dot_gram", lambda: fa.multi_dot_gram([LOG_PROBS, 2 * LOG_PROBS], **ON)),
+    "count_sketch": ("count_sketch", lambda: fa.gradproj.count_sketch(LOG_PROBS, 64, **ON)),
 }
 
 
@@ -173,6 +175,8 @@ TOO_MANY: dict[str, tuple[Any, ...]] = {
     "finish_statistics": (1, HUGE, 0, 0),
     "token_log_probs": (LOGITS_INPUTS, 0, 0, 0, 0, 0),
     "logits_gradient": (LOGITS_INPUTS, 0, 0, 0, 0, 0, 0, LOGITS_VIEW),
+    "multi_dot_gram": (0, HUGE, [0, 0], 0, 0),
+    "count_sketch": ((HUGE, HUGE, 1, 0), 0, 0, (0, 0), 1, 1.0, 1, 32, 0),
 }
 
 
