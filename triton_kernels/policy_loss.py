@@ -65,6 +65,7 @@ VECTORS = {dtype: 16 // dtype.itemsize for dtype in GRADIENTS}  # tokens of a th
 PROGRAMS = 1024  # as many run at once on an H100: from there on, each takes more blocks,
 STEPS = 8  # up to this many
 SCALED_BLOCK, SCALED_WARPS = 2048, 8
+SUM_REGISTERS = 64  # of a thread: not told, the compiler spills one on sm_80, for more warps than 13 programs have
 
 # Places in the sums, as in fastadv.ops._policy_loss_kernel.SUMS.
 LOSS_SUM, POLICY_SUM, CLIPPED, BOUNDED, SATURATED, NEGATIVE_LOG_RATIO, TOKENS = (tl.constexpr(i) for i in range(7))
@@ -353,6 +354,7 @@ def policy_loss(
         (COLUMNS,),
         {"partials": partials, "sums": sums, "means": means, "programs": programs, "extended": int(extended)},
         {"BLOCK": ROW_BLOCK},
+        registers=SUM_REGISTERS,
     )
     if shared and rows.tokens:
         _shared_gradients.share_gradients(pieces, mask, token_weights, cu_seqlens, written, rows.count, width, given)
@@ -436,7 +438,8 @@ def configurations() -> Iterator[Configuration]:
         },
     }  # fmt: skip
     for kernel, signature in small.items():
-        yield _configuration(kernel, signature, {"BLOCK": ROW_BLOCK}, WARPS)
+        registers = SUM_REGISTERS if kernel is finish_sums_kernel else None
+        yield _configuration(kernel, signature, {"BLOCK": ROW_BLOCK}, WARPS, registers)
     for dtype in GRADIENTS:
         signature = {"gradient": "*" + TYPES[dtype], "factor": "*fp32", "count": "i64"}
         yield _configuration(scale_gradient_kernel, signature, {"BLOCK": SCALED_BLOCK}, SCALED_WARPS)
