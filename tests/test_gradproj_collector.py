@@ -460,3 +460,15 @@ def test_sketches_can_be_saved(tmp_path: Path) -> None:
     torch.save({"values": 1}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="holds no fastadv rollout sketches"):
         RolloutSketches.load(tmp_path / "other.pt")
+
+
+def test_only_gpt2s_conv1d_is_taken_for_it() -> None:
+    """A convolution of the same name and parameters' dimensions would be sketched as a product that it is not."""
+
+    class ShortConv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.zeros(4))
+
+    with pytest.raises(ValueError, match=r"no way to sketch the parameters of 0 \(ShortConv1D\)"):
+        SketchCollector(nn.Sequential(ShortConv1D()))

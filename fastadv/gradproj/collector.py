@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastadv import validation
+from fastadv.gradproj.interceptors import is_conv1d
 from fastadv.gradproj.sharding import Filter, is_dtensor
 from fastadv.gradproj.sketch import RolloutSketches
 from fastadv.ops.count_sketch import count_sketch
@@ -99,7 +100,7 @@ def _way(module: nn.Module) -> Pieces | None:
     own = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
     if kind.endswith("RMSNorm") and own == {"weight": 1}:
         return _scale
-    return _conv1d if kind.endswith("Conv1D") and own == {"weight": 2, "bias": 1} else None
+    return _conv1d if is_conv1d(module) else None
 
 
 class _Keep(torch.autograd.Function):

@@ -269,8 +269,8 @@ def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """By name: transformers is not imported for it."""
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is GPT-2's Conv1D. By name: transformers is not imported for it."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
@@ -301,7 +301,7 @@ def register_interceptor(
 
 register_interceptor(_is_rms_norm)(RMSNormInterceptor)
 register_interceptor(_is_layer_norm)(LayerNormInterceptor)
-register_interceptor(_is_conv1d)(Conv1DInterceptor)
+register_interceptor(is_conv1d)(Conv1DInterceptor)
 register_interceptor(nn.Linear)(LinearInterceptor)
 
 
