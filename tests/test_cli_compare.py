@@ -81,6 +81,8 @@ def test_compares_mistakes_are_messages(replayed: Path, tmp_path: Path) -> None:
     fails("compare", gram, "--arm", "z:fraction=2", message="fraction is 2.0; it must be in")
     fails("compare", gram, "--arm", "z:colour=red", message="'colour=red' is no key=value of excludes, fraction")
     fails("compare", gram, "--arm", "z:baseline=median", message="baseline is 'median'")
+    fails("compare", gram, "--arm", "b:excludes=budget", message="'b' is a preset .*choose another name")
+    fails("compare", gram, "--arm", "half:", message="'half:' describes nothing; add key=value")
     fails("compare", gram, "--arm", "b", "--arm", "b", message="two arms are called 'b'")
     fails("compare", gram, "--arm", "a", message="two arms are called 'a'")
     there = tmp_path / "there.json"

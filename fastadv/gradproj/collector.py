@@ -16,7 +16,7 @@ from fastadv import validation
 from fastadv.gradproj.interceptors import is_conv1d
 from fastadv.gradproj.sharding import Filter, is_dtensor
 from fastadv.gradproj.sketch import RolloutSketches
-from fastadv.ops.count_sketch import count_sketch
+from fastadv.ops.count_sketch import count_sketch, sketch_values
 from fastadv.rows import Rows
 
 
@@ -364,8 +364,10 @@ class SketchCollector:
                 self._sketch(name, 0, parameter.grad.to(whole.device), whole)
         if not bool(whole.any()):
             raise ValueError("gradient_error: the model has no gradients (keep_gradients=False, or zero_grad)")
-        missed = (self.sketches().values.sum(0) - whole).to(torch.float64).norm()
-        return float(missed / whole.to(torch.float64).norm())
+        found, quantum = self.sketches(), self._quantum
+        # As numbers: what stands for a bad value in both would cancel as integers.
+        rollouts, expected = sketch_values(found.values, quantum).sum(0), sketch_values(whole, quantum)
+        return float((rollouts - expected).norm() / expected.norm())
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 

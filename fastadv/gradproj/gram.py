@@ -114,7 +114,7 @@ class SegmentGram:
             self, rollouts=rollouts, tokens=tokens, batch=batch_fingerprint(batches), notes=(*self.notes, *notes)
         )
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Writes a safetensors file, whole or not at all; an existing one is replaced. docs/gram_file.md describes it.
 
         Raises:
@@ -124,6 +124,7 @@ class SegmentGram:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        path = Path(path)
         if self.rollouts is None or self.tokens is None:
             raise ValueError("SegmentGram.save: no arm can be computed without the rollouts; take with_rollouts first")
         batch = self.rollouts

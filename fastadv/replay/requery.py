@@ -47,6 +47,11 @@ def parse_arm(text: str, presets: dict[str, Arm]) -> Arm:
                 "half:excludes=budget,fraction=0.5"
             )
         return presets[name]
+    name = name.strip()
+    if name in presets:
+        raise ReplayError(f"--arm {text!r}: {name!r} is a preset ({presets[name].description}); choose another name")
+    if not rest.strip():
+        raise ReplayError(f"--arm {text!r} describes nothing; add key=value,..., such as excludes=budget,fraction=0.5")
     fields: dict[str, object] = {"description": rest}
     for part in filter(None, rest.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -55,7 +60,7 @@ def parse_arm(text: str, presets: dict[str, Arm]) -> Arm:
             raise ReplayError(f"--arm {text!r}: {part!r} is no key=value of {known}")
         fields[key] = _value(text, key, value)
     try:
-        return Arm(name.strip(), **fields)  # type: ignore[arg-type]
+        return Arm(name, **fields)  # type: ignore[arg-type]
     except ValueError as error:
         raise ReplayError(f"--arm {text!r}: {error}") from error
 
