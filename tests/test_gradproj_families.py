@@ -291,8 +291,11 @@ def test_rollouts_that_the_model_cannot_score(batch: fa.Batch) -> None:
     with pytest.raises(ValueError, match="the batch has no token_ids"):
         gradproj.segment_gram(model, replace(batch, token_ids=None))
     foreign = fa.TokenIds(batch.token_ids.ids + VOCABULARY, batch.token_ids.cu_seqlens)
-    with pytest.raises(ValueError, match="vocabulary ends at 22: the rollouts come from another tokenizer"):
+    with pytest.raises(ValueError, match=r"vocabulary is 0 \.\. 22: the rollouts come from another"):
         gradproj.segment_gram(model, replace(batch, token_ids=foreign))
+    padded = fa.TokenIds(batch.token_ids.ids - VOCABULARY, batch.token_ids.cu_seqlens)
+    with pytest.raises(ValueError, match=r"the batch holds token id -\d+, "):
+        gradproj.segment_gram(model, replace(batch, token_ids=padded))
     with pytest.raises(ValueError, match=r"rollout \d has \d+ tokens, the model's context ends at 5"):
         gradproj.segment_gram(small_model("gpt2", n_positions=5, max_position_embeddings=5), batch)
     bare = fa.Batch.of(
@@ -431,6 +434,53 @@ def test_layers_that_are_not_a_chain_are_refused(batch: fa.Batch) -> None:
     model.transformer.drop.forward = lambda x: 2 * x
     with pytest.raises(ValueError, match="does not run its 2 layers on its embeddings"):
         gradproj.segment_gram(model, batch)
+
+
+def test_hooks_on_layers_run_once(batch: fa.Batch) -> None:
+    """What a layer is recomputed from is its input before hooks: those run then too."""
+    model = small_model("qwen2")
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+    u = written_out(model, batch, "rollout")
+    assert relative_error(gradproj.segment_gram(model, batch).gram, u @ u.t()) < 1e-12
+
+
+def doubled(linear: nn.Linear) -> None:
+    linear.forward = lambda x: 2 * nn.functional.linear(x, linear.weight)  # type: ignore[method-assign]
+
+
+def test_linear_layers_that_are_more_than_their_weight_are_refused(batch: fa.Batch) -> None:
+    """Their formula is written out here, so whatever else they do would be left out of the Gram."""
+    inside, head, hooked, parametrized = (small_model("qwen2") for _ in range(4))
+    doubled(inside.model.layers[0].mlp.up_proj)
+    with pytest.raises(ValueError, match=r"up_proj \(Linear\) owns weight, and no interceptor"):
+        gradproj.segment_gram(inside, batch)
+    doubled(head.lm_head)
+    with pytest.raises(ValueError, match="lm_head is a Linear, which cannot be intercepted"):
+        gradproj.segment_gram(head, batch)
+    hooked.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    with pytest.raises(ValueError, match="lm_head has forward hooks"):
+        gradproj.segment_gram(hooked, batch)
+    nn.utils.parametrize.register_parametrization(parametrized.lm_head, "weight", nn.Tanh())
+    with pytest.raises(ValueError, match="lm_head is a ParametrizedLinear, which cannot be intercepted"):
+        gradproj.segment_gram(parametrized, batch)
+
+
+def test_two_passes_at_once_on_one_model_are_refused(batch: fa.Batch) -> None:
+    """Both would put the model back to what they found, the second one to what the first had made of it."""
+    model = small_model("qwen2")
+    expected, attention = gradproj.segment_gram(model, batch).gram, model.config._attn_implementation
+    refused = []
+
+    def again(done: int, total: int) -> None:
+        with pytest.raises(ValueError, match="another pass runs on this model") as error:
+            gradproj.segment_gram(model, batch)
+        refused.append(error)
+
+    assert torch.equal(gradproj.segment_gram(model, batch, progress=again).gram, expected)
+    assert len(refused) == 4
+    assert model.config._attn_implementation == attention
+    assert torch.equal(gradproj.segment_gram(model, batch).gram, expected)
 
 
 def test_importing_it_loads_no_models() -> None:

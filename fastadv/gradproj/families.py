@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastadv.gradproj import attention
-from fastadv.gradproj.interceptors import Tape
+from fastadv.gradproj.interceptors import Tape, is_plain
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def parts_of(model: nn.Module) -> Parts:
             ) from None
     for part, kind in (("tokens", nn.Embedding), ("positions", nn.Embedding), ("head", nn.Linear)):
         module = found.get(part)
-        if module is not None and not (isinstance(module, kind) and type(module).forward is kind.forward):
+        if module is not None and not (is_plain(module, kind) and isinstance(module.weight, nn.Parameter)):
             raise ValueError(
                 f"segment_gram: {getattr(paths, part)} is a {type(module).__name__}, which cannot be intercepted; a "
                 f"plain torch.nn.{kind.__name__} can"
@@ -98,6 +99,8 @@ def parts_of(model: nn.Module) -> Parts:
                 f"segment_gram: {getattr(paths, part)} has max_norm, scale_grad_by_freq or sparse set, with which a "
                 "row's gradient is no sum over its tokens"
             )
+    if found["head"]._forward_hooks or found["head"]._forward_pre_hooks:
+        raise ValueError(f"segment_gram: {paths.head} has forward hooks, which do not run here; remove them")
     layers = {f"{paths.layers}.{i}": layer for i, layer in enumerate(found["layers"])}
     return Parts(
         model, paths, found["backbone"], found["tokens"], found.get("positions"), layers, found["norm"], found["head"]
@@ -144,19 +147,29 @@ def check_dropout(model: nn.Module) -> None:
             )
 
 
+_CLAIM = threading.Lock()
+
+
 @contextmanager
 def fixed_policy(model: nn.Module, tape: Tape) -> Iterator[None]:
     """The model in evaluation mode and its own precision, with attention whose results do not depend on batch mates,
-    as those of fused kernels do. Everything is set back at the end."""
-    training = [module for module in model.modules() if module.training]
+    as those of fused kernels do. Everything is set back at the end.
+
+    Raises:
+        ValueError: another pass runs on the model, or on one that shares its config.
+    """
     config: Any = model.config
-    own = config._attn_implementation
     device = next(model.parameters()).device.type
     attention.register()
-    token = attention.TAPE.set(tape)
-    model.eval()
-    try:
+    with _CLAIM:
+        own = config._attn_implementation
+        if own == attention.NAME:
+            raise ValueError("segment_gram: another pass runs on this model, or on one that shares its config")
         config._attn_implementation = attention.NAME
+    training = [module for module in model.modules() if module.training]
+    token = attention.TAPE.set(tape)
+    try:
+        model.eval()
         with torch.inference_mode(False), torch.autocast(device, enabled=False):
             yield
     finally:

@@ -261,12 +261,12 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_layer_norm(module: Any) -> bool:
-    return _is_plain(module, nn.LayerNorm) and module.weight is not None and len(module.normalized_shape) == 1
+    return is_plain(module, nn.LayerNorm) and module.weight is not None and len(module.normalized_shape) == 1
 
 
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module is of a class and runs that class's own forward."""
-    return isinstance(module, kind) and type(module).forward is kind.forward
+    return isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -290,7 +290,7 @@ def register_interceptor(
     """
 
     def matches(module: nn.Module) -> bool:
-        return _is_plain(module, kind) if isinstance(kind, type) else kind(module)
+        return is_plain(module, kind) if isinstance(kind, type) else kind(module)
 
     def register(maker: Maker) -> Maker:
         _REGISTRY.insert(0, (matches, maker))

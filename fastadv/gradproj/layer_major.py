@@ -111,11 +111,12 @@ def _check_batch(batch: Batch, parts: Parts) -> None:
     if ids is None:
         raise ValueError(f"{OP}: the batch has no token_ids; gradients need the prompt and response tokens")
     vocabulary = parts.tokens.weight.shape[0]
-    if ids.ids.numel() and int(ids.ids.max()) >= vocabulary:
-        raise ValueError(
-            f"{OP}: the batch holds token id {int(ids.ids.max())}, the model's vocabulary ends at {vocabulary - 1}: "
-            "the rollouts come from another tokenizer"
-        )
+    for extreme in ids.ids.aminmax() if ids.ids.numel() else ():
+        if not 0 <= int(extreme) < vocabulary:
+            raise ValueError(
+                f"{OP}: the batch holds token id {int(extreme)}, the model's vocabulary is 0 .. {vocabulary - 1}: the "
+                "rollouts come from another tokenizer, or are padded"
+            )
     lengths = ids.cu_seqlens.diff()
     context = getattr(parts.model.config, "max_position_embeddings", None)
     if isinstance(context, int) and lengths.numel() and int(lengths.max()) > context:
@@ -226,7 +227,8 @@ class _Run:
             calls.append(_Call(hidden, arguments[1:], keywords))
 
         stages = [*self.parts.layers.values(), self.parts.norm]
-        hooks = [stage.register_forward_pre_hook(keep, with_kwargs=True) for stage in stages]
+        # Before other hooks, which run again when the layer is recomputed.
+        hooks = [stage.register_forward_pre_hook(keep, with_kwargs=True, prepend=True) for stage in stages]
         try:
             self.parts.hidden(ids)
         finally:
