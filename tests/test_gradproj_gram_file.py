@@ -212,6 +212,11 @@ def test_any_tensor_of_a_file(saved: Path, name: str) -> None:
     assert sum(message is not None for message in outcomes) >= 8
 
 
+def test_rollouts_without_a_result_are_refused(saved: Path) -> None:
+    outcomes = load_file(saved)["outcomes"]
+    refused(saved, "outcomes holds 3; a result is 0, 1 or 2", {"outcomes": at(outcomes, 0, 3)})
+
+
 def test_metadata_that_lies(saved: Path) -> None:
     about = json.loads(metadata_of(saved)["about"])
     refused(saved, "is no segment Gram: its metadata has no format", format="fastadv rollouts")

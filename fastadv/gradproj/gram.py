@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastadv import validation
 from fastadv.batch import Batch
+from fastadv.outcomes import Outcome
 
 FORMAT, VERSION = "fastadv segment gram", "1"  # docs/gram_file.md describes it
 TENSORS = {
@@ -159,6 +160,8 @@ class SegmentGram:
             OSError: a file that cannot be read.
         """
         tensors, about = _read(path)
+        if bool((tensors["outcomes"] > Outcome.BUDGET).any()):
+            raise ValueError(f"{path}: outcomes holds {int(tensors['outcomes'].max())}; a result is 0, 1 or 2")
         groups = tensors["group_ids"]
         try:
             with validation.checks("on"):  # a file's offsets are not trusted, whatever FASTADV_CHECKS says
