@@ -92,6 +92,24 @@ def test_bfloat16_models_are_multiplied_in_float32(family: str, batch: fa.Batch)
     assert relative_error(found.gram, u @ u.t()) < 0.03
 
 
+def test_float32_products_are_not_rounded_further(batch: fa.Batch) -> None:
+    """TF32 on a GPU, bfloat16 on some CPUs: an error of a thousandth, and gradients longer than their norms."""
+    model, setting = small_model("llama", initializer_range=0.1).float(), torch.backends.cuda.matmul
+    expected, seen = gradproj.segment_gram(model, batch).gram, []
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        found = gradproj.segment_gram(
+            model, batch, progress=lambda done, total: seen.append(setting.fp32_precision)
+        ).gram
+        after = torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(found, expected)
+    assert set(seen) == {"ieee"}
+    assert after == "medium"
+
+
 def test_token_weights_and_several_batches(gpt2: Any, batch: fa.Batch) -> None:
     other = ragged_batch(3, seed=5)
     parts = (batch, other)

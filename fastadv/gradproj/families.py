@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastadv.gradproj import attention
 from fastadv.gradproj.interceptors import Tape, is_plain
+from fastadv.ops.segment_weight_gram import whole_float32
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def fixed_policy(model: nn.Module, tape: Tape) -> Iterator[None]:
     token = attention.TAPE.set(tape)
     try:
         model.eval()
-        with torch.inference_mode(False), torch.autocast(device, enabled=False):
+        with torch.inference_mode(False), torch.autocast(device, enabled=False), whole_float32():
             yield
     finally:
         attention.TAPE.reset(token)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,29 @@ class Tile(NamedTuple):
 def tile_dtype(dtype: torch.dtype) -> torch.dtype:
     """What the gradients of a dtype are computed in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+@contextmanager
+def whole_float32() -> Iterator[None]:
+    """PyTorch's float32 products in float32, where it was told to round factors (to TF32, or bfloat16): nearly equal
+    gradients differ by less. The setting is of the process, and set back at the end."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # PyTorch before 2.9
+        whole = torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision("highest")
+            yield
+        finally:
+            torch.set_float32_matmul_precision(whole)
+        return
+    backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def tile_shape(segments: int, d_out: int, d_in: int, itemsize: int, scratch_bytes: int) -> tuple[int, int]:
@@ -199,7 +223,7 @@ def segment_weight_gram(
     starts, counts = cu_seqlens[:-1].tolist(), rows.lengths().tolist()
     runs = [Run(s, start, start, count) for s, (start, count) in enumerate(zip(starts, counts, strict=True))]
     part = Part(inputs, output_gradients, runs)
-    with torch.no_grad():
+    with torch.no_grad(), whole_float32():
         total = GramSum(segments, inputs.device)
         for tile in weight_gradient_tiles([part], segments, scratch_bytes, backend):
             total.add(tile.flat())
