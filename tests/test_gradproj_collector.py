@@ -338,6 +338,9 @@ def test_misuse_is_refused() -> None:
         ({"copies": 0}, "copies is 0"),
         ({"quantum": 0.0}, "quantum is 0"),
         ({"quantum": 0.3}, "quantum is 0.3; it must be a power of two"),
+        ({"size": 2**29}, "size is 536870912; it must be from 32 to 268435456"),
+        ({"quantum": 2.0**-200}, "it must be a power of two, from"),
+        ({"copies": 2**21}, "copies is 2097152"),
         ({"shards": {"head.weight": (0, 0)}}, "shards names 'head.weight'"),  # its name is the embedding's
     ):
         with pytest.raises(ValueError, match=words):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from fastadv import validation
 from fastadv.gradproj.interceptors import is_conv1d
 from fastadv.gradproj.sharding import Filter, is_dtensor
 from fastadv.gradproj.sketch import RolloutSketches
-from fastadv.ops.count_sketch import count_sketch, sketch_values
+from fastadv.ops.count_sketch import check_sketch, count_sketch, sketch_values
 from fastadv.rows import Rows
 
 
@@ -220,13 +219,10 @@ class SketchCollector:
     ) -> None:
         op = "SketchCollector"
         validation.choice(op, "level", level, ("rollout",))
-        validation.count(op, "copies", copies, least=1)
         validation.count(op, "scratch", scratch, least=1)
-        validation.count(op, "quantum", quantum, positive=True)
-        if math.frexp(quantum)[0] != 0.5:
-            raise ValueError(f"{op}: quantum is {quantum}; it must be a power of two")
-        if size < 32 or size % 32:
+        if size % 32:
             raise ValueError(f"{op}: size is {size}; it must be a positive multiple of 32")
+        check_sketch(op, size, copies, quantum)
         self._size, self._copies, self._seed, self._quantum = size, copies, seed, quantum
         self._keep, self._shards, self._scratch, self._device = keep_gradients, dict(shards or {}), scratch, device
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}  # a tied one by its first name

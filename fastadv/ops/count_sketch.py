@@ -145,11 +145,9 @@ def count_sketch(
     validation.tensor(op, "values", values, dtypes=validation.FLOATS)
     if values.dim() not in (1, 2):
         raise ValueError(f"{op}: values has shape {list(values.shape)}; pass [n] or [rows, columns], as by flatten(1)")
-    _integer(op, "size", size, CHUNK, LARGEST)
-    _integer(op, "copies", copies, 1, 2**20)
+    check_sketch(op, size, copies, quantum)
     _integer(op, "row_offset", row_offset, 0, 2**62)
     _integer(op, "column_offset", column_offset, 0, 2**62)
-    _check_quantum(op, quantum)
     if out is not None:
         validation.tensor(op, "out", out, shape=(copies, size), dtypes=(torch.int64,), device=values.device)
     values = values.detach()
@@ -188,6 +186,13 @@ def sketch_values(sketch: Tensor, quantum: float = QUANTUM) -> Tensor:
     validation.tensor("sketch_values", "sketch", sketch, dtypes=(torch.int64,))
     _check_quantum("sketch_values", quantum)
     return reference.sketch_values(sketch, float(quantum))
+
+
+def check_sketch(op: str, size: Any, copies: Any, quantum: Any) -> None:
+    """Raises unless there are sketches of this kind."""
+    _integer(op, "size", size, CHUNK, LARGEST)
+    _integer(op, "copies", copies, 1, 2**20)
+    _check_quantum(op, quantum)
 
 
 def _integer(op: str, name: str, value: Any, least: int, most: int) -> None:
