@@ -234,6 +234,8 @@ def compare(
                 raise ReplayError(f"{out} exists already; --overwrite replaces it")
             if not out.absolute().parent.is_dir():
                 raise ReplayError(f"{out} cannot be written: {out.parent} is no folder")
+            if out.exists() and gram.exists() and out.samefile(gram):
+                raise ReplayError(f"{out} is the Gram that is asked; name another file")
     from fastadv.arms import question_one_arms
     from fastadv.replay.requery import about, answer_json, answer_tables, ask, parse_arm
     from fastadv.replay.terminal import safe, show_tables

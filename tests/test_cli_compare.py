@@ -85,6 +85,7 @@ def test_compares_mistakes_are_messages(replayed: Path, tmp_path: Path) -> None:
     fails("compare", gram, "--arm", "half:", message="'half:' describes nothing; add key=value")
     fails("compare", gram, "--arm", "b", "--arm", "b", message="two arms are called 'b'")
     fails("compare", gram, "--arm", "a", message="two arms are called 'a'")
+    fails("compare", gram, "--out", gram, "--overwrite", message="is the Gram that is asked; name another file")
     there = tmp_path / "there.json"
     there.write_text("mine")
     fails("compare", gram, "--out", there, message="exists already; --overwrite replaces it")

@@ -178,6 +178,17 @@ def test_what_cannot_be_right_is_refused() -> None:
         sum_gradients(model)
 
 
+def test_gradients_that_are_no_dense_real_numbers_are_refused() -> None:
+    dense = torch.ones(3)
+    for strange, words in (
+        (torch.ones(3, dtype=torch.complex64), "torch.complex64"),
+        (dense.to_sparse(), "torch.sparse_coo"),
+        (torch.ones(3, dtype=torch.int64), "torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=rf"the gradient of w is .*{words}.*; pass a dense one of real numbers"):
+            GramAccumulator(["a", "b"]).add("w", [dense, strange])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_named(value: float) -> None:
     model, accumulator = tiny_lm().float(), GramAccumulator(["a", "b"])

@@ -358,6 +358,8 @@ def test_misuse_is_refused() -> None:
         with pytest.raises(ValueError, match="no gradient reached the model"), collector.micro_batch([0]):
             pass
         for rollouts, cu_seqlens, words in (
+            ([0.5], None, "rollouts holds 0.5; they are integers"),
+            (torch.ones(B), None, "rollouts holds 1.0; they are integers"),
             ([0], [0, 2, 3], "cu_seqlens is of 2 rollouts, 1 are named"),
             ([0], [0, 3, 2], "decrease"),
             (range(3), None, r"head works on \[4, 6, 6\], the micro-batch has 3"),
@@ -463,6 +465,41 @@ def test_sketches_can_be_saved(tmp_path: Path) -> None:
     torch.save({"values": 1}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="holds no fastadv rollout sketches"):
         RolloutSketches.load(tmp_path / "other.pt")
+    (tmp_path / "garbage.pt").write_bytes(b"no pickle at all")
+    with pytest.raises(ValueError, match="holds no fastadv rollout sketches"):
+        RolloutSketches.load(tmp_path / "garbage.pt")
+    whole = torch.load(tmp_path / "sketches.pt", weights_only=True)
+    for name, false in (
+        ("values", whole["values"].double()),
+        ("values", whole["values"][:, 0]),
+        ("rollouts", whole["rollouts"][:-1]),
+        ("quantum", "x"),
+        ("seed", 1.5),
+        ("covered", -1),
+        ("more", 0),
+    ):
+        torch.save({**whole, name: false}, tmp_path / "false.pt")
+        with pytest.raises(ValueError, match=rf"false\.pt is no sound fastadv rollout sketches 1: .*{name}"):
+            RolloutSketches.load(tmp_path / "false.pt")
+    del whole["total"]
+    torch.save(whole, tmp_path / "false.pt")
+    with pytest.raises(ValueError, match=r"no sound .*total"):
+        RolloutSketches.load(tmp_path / "false.pt")
+
+
+def test_what_watches_norms_too_sees_each_pass_once() -> None:
+    """A norm that is run again for its weight's gradient does not run the hooks of others, another collector's among
+    them."""
+    model, calls = causal_lm("qwen2"), []
+    norm = model.model.norm
+    handle = norm.register_forward_hook(lambda *_: calls.append(1))
+    outer, inner = SketchCollector(model, **SKETCH), SketchCollector(model, **SKETCH)
+    with outer, inner, outer.micro_batch(range(B)), inner.micro_batch(range(B)):
+        model(input_ids=ids(), use_cache=False).logits.sum().backward()
+    handle.remove()
+    assert len(calls) == 1
+    assert torch.equal(outer.sketches().values, inner.sketches().values)
+    assert outer.gradient_error() < 1e-9
 
 
 def test_only_gpt2s_conv1d_is_taken_for_it() -> None:

@@ -87,7 +87,8 @@ class GramAccumulator:
             model: after the arm's last micro-batch. A parameter without a gradient counts as one of zeros.
 
         Raises:
-            ValueError: an arm that was captured before, a model without gradients, shards outside of the process group.
+            ValueError: an arm that was captured before, a model without gradients, shards outside of the process group,
+                sparse or complex gradients.
         """
         name = self.names[arm] if isinstance(arm, int) else arm
         if name not in self.names or name in self._captured:
@@ -123,7 +124,8 @@ class GramAccumulator:
                 are read locally. None is a gradient of zeros.
 
         Raises:
-            ValueError: another number of gradients, other shapes, a parameter that was added before.
+            ValueError: another number of gradients, other shapes, sparse or complex ones, a parameter that was added
+                before.
         """
         if len(gradients) != len(self.names):
             raise ValueError(f"add: {len(gradients)} gradients of {name}; pass {len(self.names)}, of {self.names}")
@@ -166,6 +168,10 @@ class GramAccumulator:
         return to_arms @ total @ to_arms.T
 
     def _local(self, name: str, gradient: Tensor) -> Tensor | None:
+        if gradient.layout is not torch.strided or not gradient.is_floating_point():
+            raise ValueError(
+                f"the gradient of {name} is {gradient.layout}, {gradient.dtype}; pass a dense one of real numbers"
+            )
         local = local_part(name, gradient, self._group)
         self._rank_device = gradient.device
         return local
@@ -181,7 +187,7 @@ class GramAccumulator:
         if len({g.shape for g in present}) > 1:
             shapes = [None if g is None else list(g.shape) for g in gradients]
             raise ValueError(f"the gradients of {name} have shapes {shapes}; they are of one parameter")
-        dtype = torch.float64 if present[0].dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in present) else torch.float32
         device = self._device or present[0].device
         flat = [None if g is None else g.reshape(-1) for g in gradients]
         products = self._total.new_zeros(self._total.shape, device=device)

@@ -76,12 +76,23 @@ def _norm(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piec
     yield Piece("bias", 0, dy.flatten(0, -2).sum(0))
 
 
+class _Bare(nn.Module):
+    """A module's forward without its hooks, which have seen the pass already."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module.forward(x)
+
+
 def _scale(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
     """A norm with a formula of its own: it runs again with a weight for each token, whose gradients are summed."""
     weight = module.get_parameter("weight").detach()
     each = weight.expand(*x.shape[:-1], -1).clone().requires_grad_()
     with torch.enable_grad():
-        y = torch.func.functional_call(module, {"weight": each}, (x,))
+        y = torch.func.functional_call(_Bare(module), {"module.weight": each}, (x,))
         (gradient,) = torch.autograd.grad(y, each, dy.to(y.dtype))
     yield Piece("weight", 0, gradient.to(dy.dtype).flatten(0, -2).sum(0))
 
@@ -222,7 +233,7 @@ class SketchCollector:
         validation.count(op, "scratch", scratch, least=1)
         if size % 32:
             raise ValueError(f"{op}: size is {size}; it must be a positive multiple of 32")
-        check_sketch(op, size, copies, quantum)
+        check_sketch(op, size, copies, quantum, seed)
         self._size, self._copies, self._seed, self._quantum = size, copies, seed, quantum
         self._keep, self._shards, self._scratch, self._device = keep_gradients, dict(shards or {}), scratch, device
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}  # a tied one by its first name
@@ -256,7 +267,6 @@ class SketchCollector:
         self._total = sum(p.numel() for p in names)
         self._handles: list[Any] = []
         self._layout: _Layout | None = None
-        self._again = False  # a module runs within our own hook
         self._rows: Tensor | None = None
         self._fired: set[str] = set()
         self._accumulated: set[str] = set()
@@ -305,7 +315,10 @@ class SketchCollector:
             ValueError: numbers that do not fit; a parameter whose gradient came about outside of its module's forward.
         """
         op = "SketchCollector.micro_batch"
-        numbers = rollouts.tolist() if isinstance(rollouts, Tensor) else [int(row) for row in rollouts]
+        numbers = rollouts.tolist() if isinstance(rollouts, Tensor) else list(rollouts)
+        strange = [row for row in numbers if isinstance(row, bool) or not isinstance(row, int)]
+        if strange:
+            raise ValueError(f"{op}: rollouts holds {strange[0]!r}; they are integers")
         ends = None
         if cu_seqlens is not None:
             tokens = torch.empty(int(cu_seqlens[-1]) if cu_seqlens.numel() else 0, device=cu_seqlens.device)
@@ -372,7 +385,7 @@ class SketchCollector:
 
     def _hook(self, name: str, way: Pieces, wanted: dict[str, str]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._again or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return
             if self._layout is None:
                 raise RuntimeError(f"SketchCollector: {name} ran outside of micro_batch; or run it under no_grad")
@@ -413,14 +426,10 @@ class SketchCollector:
             self._rows = torch.zeros(shape, dtype=torch.int64, device=dy.device)
         self._fired.add(name)
         dy = dy if dy.dtype == torch.float64 else dy.to(torch.float32)
-        self._again = True
-        try:
-            for row, (x_part, dy_part) in enumerate(zip(layout.parts(name, x), layout.parts(name, dy), strict=True)):
-                for key, first, values in way(module, x_part, dy_part, self._scratch):
-                    if key in wanted:
-                        self._sketch(wanted[key], first, values, self._rows[row])
-        finally:
-            self._again = False
+        for row, (x_part, dy_part) in enumerate(zip(layout.parts(name, x), layout.parts(name, dy), strict=True)):
+            for key, first, values in way(module, x_part, dy_part, self._scratch):
+                if key in wanted:
+                    self._sketch(wanted[key], first, values, self._rows[row])
 
     def _sketch(self, parameter: str, first: int, values: Tensor, out: Tensor) -> None:
         """Adds rows of a parameter's gradient, from the first of this rank's on."""

@@ -6,6 +6,7 @@ live rows only, and keeps what the per-segment weight gradients are made from.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Tape:
         return self.micro_batch.ids.shape
 
 
-class Interceptor:
+class Interceptor(ABC):
     """One module's forward, and what its backward kept of one layer over all micro-batches."""
 
     def __init__(self, name: str, module: nn.Module, tape: Tape) -> None:
@@ -59,13 +60,13 @@ class Interceptor:
             self.called = True
         return self.forward(x)
 
+    @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
         """The module's function of its input."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_to(self, gram: GramSum, scratch_bytes: int) -> None:
         """Adds the Gram of this module's per-segment gradients and forgets them."""
-        raise NotImplementedError
 
 
 class _Rows:
@@ -184,9 +185,9 @@ class NormInterceptor(Interceptor):
         super().__init__(name, module, tape)
         self.weights, self.biases = _Rows(), _Rows()
 
+    @abstractmethod
     def normalised(self, x: Tensor) -> Tensor:
         """The input as the weight meets it. float32 at least: of a float64 model, all of it is float64."""
-        raise NotImplementedError
 
     def scale(self, n: Tensor) -> Tensor:
         """The output."""

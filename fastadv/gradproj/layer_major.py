@@ -25,6 +25,7 @@ from fastadv.gradproj.head import Head
 from fastadv.gradproj.interceptors import Interceptor, Tape, interceptor
 from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
 from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
+from fastadv.responses import without_prompt
 
 OP = "segment_gram"
 # Largest difference of a log-prob, in nats, between a rollout alone and the same beside others.
@@ -124,11 +125,9 @@ def _check_batch(batch: Batch, parts: Parts) -> None:
             f"{OP}: rollout {int(lengths.argmax())} has {int(lengths.max())} tokens, the model's context ends at "
             f"{context}"
         )
-    bare = (lengths == batch.lengths) & (batch.lengths > 0)
-    if bool(bare.any()):
-        raise ValueError(
-            f"{OP}: rollout {int(bare.nonzero()[0])} has no prompt: nothing predicts its first response token"
-        )
+    row = without_prompt(batch)
+    if row is not None:
+        raise ValueError(f"{OP}: rollout {row} has no prompt: nothing predicts its first response token")
 
 
 @dataclass

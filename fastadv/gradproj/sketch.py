@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastadv import validation
 from fastadv.gradproj.sharding import reduced
-from fastadv.ops.count_sketch import sketch_values
+from fastadv.ops.count_sketch import check_sketch, sketch_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +50,17 @@ class RolloutSketches:
     seed: int
     covered: int
     total: int
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for parts that do not fit: sketches are also read from files."""
+        op = "RolloutSketches"
+        validation.tensor(op, "values", self.values, dtypes=(torch.int64,))
+        if self.values.dim() != 3:
+            raise ValueError(f"{op}: values has shape {list(self.values.shape)}; expected [B, copies, size]")
+        validation.tensor(op, "rollouts", self.rollouts, shape=self.values.shape[:1], dtypes=(torch.int64,))
+        check_sketch(op, self.values.shape[2], self.values.shape[1], self.quantum, self.seed)
+        for name in ("covered", "total"):
+            validation.count(op, name, getattr(self, name))
 
     def arms(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> Tensor:
         """Sketches of arms, `[K, copies, size]` float64.
@@ -121,12 +132,21 @@ class RolloutSketches:
         """Reads what `save` wrote, onto the CPU.
 
         Raises:
-            ValueError: another kind of file.
+            ValueError: another kind of file, or parts that do not fit.
+            OSError: the file cannot be read.
         """
-        fields = torch.load(path, weights_only=True)
+        try:
+            fields = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # a pickle may be broken in any way
+            raise ValueError(f"{path} holds no {FORMAT} ({type(error).__name__})") from error
         if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
             raise ValueError(f"{path} holds no {FORMAT}")
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except (TypeError, ValueError) as error:  # missing fields, others, or of another kind
+            raise ValueError(f"{path} is no sound {FORMAT}: {error}") from error
 
 
 def _grams(arms: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fastadv import validation
 from fastadv.batch import Batch
+from fastadv.responses import Responses, without_prompt
 
 
 def directional_derivative(
@@ -92,12 +93,11 @@ def token_dots(
     """
     op = "token_dots"
     validation.count(op, "temperature", temperature, positive=True)
-    batch, token_ids = batch.packed(), batch.token_ids
-    if token_ids is None:
+    batch = batch.packed()
+    if batch.token_ids is None:
         raise ValueError(f"{op}: the batch carries no token ids; pass them to Batch.of")
-    without_prompt = (token_ids.cu_seqlens.diff() == batch.lengths) & (batch.lengths > 0)
-    if bool(without_prompt.any()):
-        row = int(without_prompt.nonzero()[0])
+    row = without_prompt(batch)
+    if row is not None:
         raise ValueError(f"{op}: rollout {row} has no prompt: nothing predicts its first response token")
     dropping = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.training and m.p > 0]
     if dropping:
@@ -111,8 +111,18 @@ def token_dots(
 
 
 def segment_dots(dots: Tensor, batch: Batch) -> Tensor:
-    """Sums of `token_dots` over the masked tokens of each segment, `[S]` float64: `(H A)_s` along an arm's gradient."""
+    """Sums of `token_dots` over the masked tokens of each segment, `[S]` float64: `(H A)_s` along an arm's gradient.
+
+    Args:
+        dots: `[N]`, what `token_dots` gave for the batch.
+        batch: the batch.
+
+    Raises:
+        ValueError: another number of tokens.
+    """
     batch = batch.packed()
+    if dots.shape != batch.mask.shape:
+        raise ValueError(f"segment_dots: dots has shape {list(dots.shape)}, the batch {batch.mask.shape[0]} tokens")
     segments = batch.segments
     on = batch.mask & (segments.turn_ids >= 0)
     number = batch.rows.spread(segments.offsets[:-1]) + segments.turn_ids  # [N]
@@ -124,26 +134,11 @@ def _log_probs(
     model: nn.Module, batch: Batch, rows: tuple[int, int], temperature: float
 ) -> Callable[[dict[str, Tensor]], Tensor]:
     """Log-probs `[n]` of the response tokens of rollouts `rows[0] .. rows[1] - 1`, as a function of the parameters."""
-    assert batch.token_ids is not None
-    first, last = rows
-    device = next(model.parameters()).device
-    ends = batch.token_ids.cu_seqlens[first : last + 1]
-    tokens = batch.token_ids.ids[int(ends[0]) : int(ends[-1])].to(device, torch.int64)
-    lengths, responses = ends.diff().to(device), batch.lengths[first:last].to(device)
-    ids = nn.utils.rnn.pad_sequence([*torch.split_with_sizes(tokens, lengths.tolist())], batch_first=True)  # [b, T]
-    positions = torch.arange(ids.shape[1], device=device)
-    inside = positions < lengths[:, None]  # [b, T]
-    response = inside & (positions >= (lengths - responses)[:, None])
-    chosen = response[:, 1:]  # position p is predicted at p - 1
+    responses = Responses.of(batch, *rows, next(model.parameters()).device)
 
     def function(parameters: dict[str, Tensor]) -> Tensor:
-        output = torch.func.functional_call(
-            model, parameters, kwargs={"input_ids": ids, "attention_mask": inside.long(), "use_cache": False}
-        )
-        logits = output.logits[:, :-1][chosen]  # [n, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        log_probs: Tensor = logits.log_softmax(-1).gather(1, ids[:, 1:][chosen][:, None]).squeeze(1)
-        return log_probs
+        output = torch.func.functional_call(model, parameters, kwargs=responses.arguments())
+        return responses.log_probs(output.logits, temperature)
 
     return function
 

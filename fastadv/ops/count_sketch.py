@@ -140,19 +140,20 @@ def count_sketch(
     Raises:
         ValueError: a value that is not finite or too large, if values are read; arguments out of their ranges, an `out`
             of another shape. Nothing was added then.
+        TypeError: an argument of another type.
     """
     op = "count_sketch"
     validation.tensor(op, "values", values, dtypes=validation.FLOATS)
     if values.dim() not in (1, 2):
         raise ValueError(f"{op}: values has shape {list(values.shape)}; pass [n] or [rows, columns], as by flatten(1)")
-    check_sketch(op, size, copies, quantum)
+    check_sketch(op, size, copies, quantum, seed)
     _integer(op, "row_offset", row_offset, 0, 2**62)
     _integer(op, "column_offset", column_offset, 0, 2**62)
     if out is not None:
         validation.tensor(op, "out", out, shape=(copies, size), dtypes=(torch.int64,), device=values.device)
     values = values.detach()
     _check_values(op, values, quantum)
-    key = number(f"{int(seed)} {parameter}")
+    key = number(f"{seed} {parameter}")
     name = dispatch.resolve(op, backend, values)
     place = (key, row_offset, column_offset, float(quantum), copies, size)
     if name == "reference":
@@ -188,8 +189,10 @@ def sketch_values(sketch: Tensor, quantum: float = QUANTUM) -> Tensor:
     return reference.sketch_values(sketch, float(quantum))
 
 
-def check_sketch(op: str, size: Any, copies: Any, quantum: Any) -> None:
-    """Raises unless there are sketches of this kind."""
+def check_sketch(op: str, size: Any, copies: Any, quantum: Any, seed: Any) -> None:
+    """Raises TypeError or ValueError unless there are sketches of this kind."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"{op}: seed is a {type(seed).__name__}; pass an integer")
     _integer(op, "size", size, CHUNK, LARGEST)
     _integer(op, "copies", copies, 1, 2**20)
     _check_quantum(op, quantum)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastadv.batch import Batch
 from fastadv.replay.errors import ReplayError, counted, finite
+from fastadv.responses import Responses, without_prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,27 +98,15 @@ class Policy:
         lengths = ids.cu_seqlens.diff()
         if self.context is not None and lengths.numel() and int(lengths.max()) > self.context:
             raise ReplayError(f"a rollout has {int(lengths.max())} tokens, the policy's context ends at {self.context}")
-        without_prompt = (lengths == batch.lengths) & (batch.lengths > 0)
-        if bool(without_prompt.any()):
-            row = int(without_prompt.nonzero()[0])
+        row = without_prompt(batch)
+        if row is not None:
             raise ReplayError(f"rollout {row} has no prompt: nothing predicts its first response token")
 
     def log_probs(self, batch: Batch, first: int, last: int) -> Tensor:
         """Log-probs of the response tokens of rollouts `first .. last - 1`, packed `[n]` float32 (float64 if the model
         is), with a graph."""
-        assert batch.token_ids is not None
-        cu_seqlens, all_ids = batch.token_ids.cu_seqlens, batch.token_ids.ids
-        rows = [all_ids[int(cu_seqlens[r]) : int(cu_seqlens[r + 1])].long() for r in range(first, last)]
-        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [b, T]
-        lengths = torch.tensor([len(row) for row in rows])
-        positions = torch.arange(ids.shape[1])
-        output: Any = self.model(input_ids=ids, attention_mask=(positions < lengths[:, None]).long(), use_cache=False)
-        logits = output.logits[:, :-1]  # [b, T - 1, V]
-        prompts = lengths - batch.lengths[first:last]
-        response = (positions >= prompts[:, None]) & (positions < lengths[:, None])  # [b, T]
-        chosen = response[:, 1:]  # position p is predicted at p - 1
-        scores: Tensor = logits[chosen].to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        return scores.log_softmax(-1).gather(1, ids[:, 1:][chosen][:, None]).squeeze(1)  # [n, V] to [n]
+        responses = Responses.of(batch, first, last, torch.device("cpu"))
+        return responses.log_probs(self.model(**responses.arguments()).logits, self.temperature)
 
 
 def _mismatch(key: Any) -> str:
