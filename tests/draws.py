@@ -142,3 +142,10 @@ def float64(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return value
+
+
+def same_bits(a: Outputs, b: Outputs) -> None:
+    """Whether two runs gave the same, NaN where the other has it."""
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")

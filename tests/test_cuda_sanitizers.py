@@ -17,7 +17,10 @@ import pytest
 from cuda_emulation import build
 
 TESTS = Path(__file__).parent
-NAMES = ("cuda_advantages", "cuda_gradproj", "cuda_logits", "cuda_policy_loss", "cuda_refusals", "bad_offsets")
+NAMES = (
+    "cuda_advantages", "cuda_gradproj", "cuda_log_ratios", "cuda_logits", "cuda_policy_loss", "cuda_refusals",
+    "bad_offsets",
+)  # fmt: skip
 FILES = [str(TESTS / f"test_{name}.py") for name in NAMES]
 ALL = "not triton"  # of FILES
 CONTRACTS = [str(TESTS / f"test_contracts{name}.py") for name in ("", "_torch", "_input")]
