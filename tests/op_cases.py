@@ -35,6 +35,7 @@ __all__ = [
     "GARBAGE",
     "INTERPRETED",
     "NATIVE",
+    "PRODUCT_CASES",
     "REFERENCE_CASES",
     "Case",
     "Draw",
@@ -318,7 +319,7 @@ CASES = (
 # The interpreter takes seconds a test: one case of each kernel runs always, and the rest with the slow tests.
 QUICK = (
     "turn_ids_from_mask", "segments", "segment_tokens", "token_counts", "sequence_log_ratios", "group_advantages[mean]",
-    "turn_advantages", "policy_loss[ppo]", "multi_dot_gram", "count_sketch",
+    "turn_advantages", "policy_loss[ppo]", "multi_dot_gram", "count_sketch", "segment_weight_gram",
 )  # fmt: skip
 
 
@@ -356,6 +357,19 @@ def _marks(case: Case, backend: str, interpreted: bool) -> list[pytest.MarkDecor
     return [pytest.mark.slow] if backend in INTERPRETED and not (interpreted and case.name in QUICK) else []
 
 
+def make_segment_weight_gram(d: Draw) -> Inputs:
+    ends = d.cu_seqlens if d.cu_seqlens is not None else torch.arange(d.rows + 1) * d.tokens[1]
+    return {"x": d.normal(*d.tokens, 5), "dy": d.normal(*d.tokens, 3), "ends": ends}
+
+
+def segment_weight_gram(backend: str, x: Tensor, dy: Tensor, ends: Tensor) -> Outputs:
+    gram = torch.zeros(len(ends) - 1, len(ends) - 1, dtype=torch.float64)
+    fa.gradproj.segment_weight_gram(x.flatten(0, -2), dy.flatten(0, -2), ends, gram, backend=backend)
+    return {"gram": gram}
+
+
+# Products, PyTorch's or in Triton; it waits to know where segments end, so it is none for graphs.
+PRODUCT_CASES = (Case("segment_weight_gram", make_segment_weight_gram, segment_weight_gram),)
 # What has no kernel, or is made of PyTorch: the contracts hold on the reference.
 REFERENCE_CASES = (
     *LOSSES_WITHOUT_KERNEL,

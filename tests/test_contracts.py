@@ -16,6 +16,7 @@ from op_cases import (
     GARBAGE,
     INTERPRETED,
     NATIVE,
+    PRODUCT_CASES,
     REFERENCE_CASES,
     Case,
     Inputs,
@@ -31,7 +32,11 @@ import fastadv as fa
 from fastadv import native
 
 # Every op on every backend; losses without a kernel keep the same contracts on the reference.
-PAIRS = [(case, backend) for case in CASES for backend in BACKENDS] + [(case, "reference") for case in REFERENCE_CASES]
+PAIRS = [
+    *((case, backend) for case in CASES for backend in BACKENDS),
+    *((case, "reference") for case in REFERENCE_CASES),
+    *((case, backend) for case in PRODUCT_CASES for backend in ("reference", "triton")),
+]
 PAIRS += [(case, backend) for case in CASES for backend in (*INTERPRETED, *EMULATED)]
 
 

@@ -3,7 +3,7 @@
 One launch for all segments. A program multiplies a segment's rows for BLOCK_OUT x BLOCK_IN numbers of the weight, on
 tensor cores; each input is read once for every BLOCK_OUT rows of the weight, and each gradient once for every BLOCK_IN
 columns. 16-bit inputs are multiplied as they are and added up in float32; float32 inputs as three products of tf32
-parts, which is as exact.
+parts, which leave out that of the two low ones, some 2^-22 of a product.
 """
 
 from __future__ import annotations
