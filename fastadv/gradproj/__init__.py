@@ -8,13 +8,12 @@ from fastadv.gradproj.layer_major import segment_gram
 from fastadv.gradproj.plan import Plan, plan
 from fastadv.gradproj.projections import Projections, project
 from fastadv.gradproj.sharding import fsdp2_filter, megatron_filter, sum_gradients
-from fastadv.gradproj.sketch import Estimate, RolloutSketches
+from fastadv.gradproj.sketch import RolloutSketches, SketchEstimate
 from fastadv.gradproj.token_dots import directional_derivative, segment_dots, token_dots
 from fastadv.ops.count_sketch import count_sketch, sketch_values
 from fastadv.ops.segment_weight_gram import segment_weight_gram
 
 __all__ = [
-    "Estimate",
     "GramAccumulator",
     "Interceptor",
     "LinearInterceptor",
@@ -24,6 +23,7 @@ __all__ = [
     "RolloutSketches",
     "SegmentGram",
     "SketchCollector",
+    "SketchEstimate",
     "count_sketch",
     "directional_derivative",
     "fsdp2_filter",

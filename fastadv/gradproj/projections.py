@@ -67,7 +67,7 @@ def arm_weights(arm: Arm, rollouts: Batch) -> Weighted:
     """An arm's advantages and weights, with statistics that are frozen from these rollouts.
 
     Raises:
-        ValueError: a rollout without a result among them.
+        ValueError: a rollout that votes and has no finite reward.
     """
     result = arm.apply(rollouts, freeze(rollouts, excludes=arm.excludes, kappa=arm.kappa))
     return Weighted(result.advantages, result.weights)

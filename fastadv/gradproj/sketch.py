@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMAT = "fastadv rollout sketches 1"
 
 
-class Estimate(NamedTuple):
+class SketchEstimate(NamedTuple):
     """Numbers between arms with their standard errors over sketches (not over rollouts)."""
 
     value: Tensor  # [K, K] float64
@@ -70,6 +70,10 @@ class RolloutSketches:
                 read.
             process_group: ranks with other rollouts (data parallel), other parameters (tensor or pipeline parallel) or
                 other tokens of the same rollouts (context parallel): sketches are summed over it, K rows of them.
+
+        Raises:
+            ValueError: coefficients of another shape.
+            TypeError: coefficients that are no tensor, or of another dtype.
         """
         op = "RolloutSketches"
         rows, copies, size = self.values.shape
@@ -84,16 +88,17 @@ class RolloutSketches:
             sums[:, copy] = weights @ sketch_values(self.values[used, copy], self.quantum)
         return reduced(sums, process_group)
 
-    def inner_products(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> Estimate:
-        """Inner products between arms, arguments as of `arms`. Errors come from the copies, which are independent
-        sketches."""
+    def inner_products(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> SketchEstimate:
+        """Inner products between arms; arguments and errors raised as of `arms`. Standard errors come from the copies,
+        which are independent sketches."""
         grams = _grams(self.arms(coefficients, process_group=process_group))
         return _jackknife(grams, lambda gram: gram)
 
-    def cosines(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> Estimate:
-        """Cosines between arms, arguments as of `arms`, normalised by the sketches' own norms: near 1 the error is far
-        below that of an inner product over exact norms. NaN along an arm of zeros. Errors are the jackknife's over the
-        copies."""
+    def cosines(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> SketchEstimate:
+        """Cosines between arms; arguments and errors raised as of `arms`.
+
+        They are normalised by the sketches' own norms: near 1 the error is far below that of an inner product over
+        exact norms. NaN along an arm of zeros. Standard errors are the jackknife's over the copies."""
         grams = _grams(self.arms(coefficients, process_group=process_group))
         return _jackknife(grams, _cosines)
 
@@ -160,12 +165,12 @@ def _cosines(gram: Tensor) -> Tensor:
     return gram / (norms[..., :, None] * norms[..., None, :])
 
 
-def _jackknife(grams: Tensor, statistic: Any) -> Estimate:
+def _jackknife(grams: Tensor, statistic: Any) -> SketchEstimate:
     """A statistic of the mean over copies, its error from leaving out one copy at a time."""
     copies = grams.shape[0]
     value = statistic(grams.mean(0))
     if copies == 1:
-        return Estimate(value, torch.full_like(value, torch.nan))
+        return SketchEstimate(value, torch.full_like(value, torch.nan))
     others = statistic((grams.sum(0) - grams) / (copies - 1))
     spread = (others - others.mean(0)).square().sum(0) * (copies - 1) / copies
-    return Estimate(value, spread.sqrt())
+    return SketchEstimate(value, spread.sqrt())
