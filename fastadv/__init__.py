@@ -22,7 +22,7 @@ from fastadv.ops.token_counts import Denominators, denominators, token_counts
 from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
-from fastadv.outcomes import Census, Outcome, census
+from fastadv.outcomes import Census, Ending, Outcome, census
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
@@ -41,6 +41,7 @@ __all__ = [
     "Census",
     "Correction",
     "Denominators",
+    "Ending",
     "FrozenStatistics",
     "GroupIndex",
     "LossConfig",

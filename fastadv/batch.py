@@ -12,7 +12,7 @@ from torch import Tensor
 from fastadv import validation
 from fastadv.groups import GroupIndex, Labels, group_index
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask
-from fastadv.outcomes import Census, Outcome, census, outcome_tensor
+from fastadv.outcomes import Census, Ending, Outcome, census, outcome_tensor
 from fastadv.rows import Rows
 from fastadv.segment_table import Segments
 
@@ -141,6 +141,8 @@ class Batch:
         row_ids: `[B]` int64, what coins are tossed by: the same number in every pass over a rollout.
         rollout_log_probs: like mask, log-probs under the sampler; None: not logged.
         token_ids: prompt and response ids; None: not known.
+        endings: `[B]` int64, values of Ending; None: not known.
+        versions: like mask, int32, version of the weights that sampled each token, -1 where none did; None: not known.
     """
 
     mask: Tensor  # [N] or [B, T]
@@ -154,6 +156,8 @@ class Batch:
     row_ids: Tensor  # [B]
     rollout_log_probs: Tensor | None = None  # like mask
     token_ids: TokenIds | None = None
+    endings: Tensor | None = None  # [B]
+    versions: Tensor | None = None  # like mask
 
     @classmethod
     def of(
@@ -170,6 +174,8 @@ class Batch:
         row_ids: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
         token_ids: TokenIds | None = None,
+        endings: Tensor | None = None,
+        versions: Tensor | None = None,
     ) -> Batch:
         """Makes a batch from its parts and checks that they fit.
 
@@ -186,6 +192,9 @@ class Batch:
             row_ids: `[B]` integers; None: 0 .. B - 1.
             rollout_log_probs: like mask.
             token_ids: prompt and response ids.
+            endings: `[B]` integers, see Ending.
+            versions: like mask, integers: version of the weights that sampled each token, from 0; what it holds where
+                the mask is 0 is not looked at.
 
         Raises:
             ValueError, TypeError: parts that do not fit, or hold a number that cannot be what they name.
@@ -224,6 +233,18 @@ class Batch:
         validation.tensor(op, "row_ids", row_ids, shape=per_row, dtypes=validation.INTEGERS, device=device)
         capped = outcomes == Outcome.BUDGET if capped is None else capped
         validation.tensor(op, "capped", capped, shape=per_row, dtypes=(torch.bool,), device=device)
+        if endings is not None:
+            validation.tensor(op, "endings", endings, shape=per_row, dtypes=validation.INTEGERS, device=device)
+            bad = (endings < 0) | (endings > max(Ending))
+            if bool(bad.any()):
+                row = int(bad.nonzero()[0])
+                raise ValueError(
+                    f"{op}: endings[{row}] is {int(endings[row])}; endings are "
+                    + ", ".join(f"{e.name} ({e.value})" for e in Ending)
+                )
+            endings = endings.to(torch.int64)
+        if versions is not None:
+            versions = _versions(op, versions, mask)
         batch = cls(
             mask != 0,
             turn_ids,
@@ -236,6 +257,8 @@ class Batch:
             row_ids.to(torch.int64),
             rollout_log_probs,
             None if token_ids is None else token_ids.checked(op, lengths),
+            endings,
+            versions,
         )
         try:
             batch.segments  # noqa: B018 - turn ids are checked where they are listed, and no later than here
@@ -277,11 +300,13 @@ class Batch:
             return pad(values, cu_seqlens, width=width, fill=fill)
 
         log_probs = None if self.rollout_log_probs is None else spread(self.rollout_log_probs, 0.0)
+        versions = None if self.versions is None else spread(self.versions, -1)
         return replace(
             self,
             mask=spread(self.mask, 0),
             turn_ids=spread(self.turn_ids, -1),
             rollout_log_probs=log_probs,
+            versions=versions,
             cu_seqlens=None,
         )
 
@@ -290,11 +315,13 @@ class Batch:
         if self.cu_seqlens is not None:
             return self
         log_probs = None if self.rollout_log_probs is None else unpad(self.rollout_log_probs, self.lengths)
+        versions = None if self.versions is None else unpad(self.versions, self.lengths)
         return replace(
             self,
             mask=unpad(self.mask, self.lengths),
             turn_ids=unpad(self.turn_ids, self.lengths),
             rollout_log_probs=log_probs,
+            versions=versions,
             cu_seqlens=_offsets(self.lengths),
         )
 
@@ -323,6 +350,8 @@ class Batch:
             row_ids=batch.row_ids[rows],
             rollout_log_probs=None if batch.rollout_log_probs is None else batch.rollout_log_probs[tokens],
             token_ids=ids,
+            endings=None if batch.endings is None else batch.endings[rows],
+            versions=None if batch.versions is None else batch.versions[tokens],
         )
 
     def select(self, rows: Tensor) -> Batch:
@@ -386,6 +415,19 @@ def _lengths(op: str, rows: Rows, mask: Tensor, lengths: Tensor | None) -> Tenso
             f"{op}: mask[{row}, {at}] is set, but lengths[{row}] is {int(lengths[row])}; past it there is padding only"
         )
     return lengths
+
+
+def _versions(op: str, versions: Tensor, mask: Tensor) -> Tensor:
+    """Versions as int32, -1 where the model sampled nothing, after checks of what was given."""
+    validation.tensor(op, "versions", versions, shape=tuple(mask.shape), dtypes=validation.INTEGERS, device=mask.device)
+    sampled = mask != 0
+    bad = sampled & ((versions < 0) | (versions > LARGEST_ID))
+    if bool(bad.any()):
+        at = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{op}: versions{at} is {int(versions[tuple(at)])} at a sampled token; versions are from 0 to {LARGEST_ID}"
+        )
+    return torch.where(sampled, versions, -1).to(torch.int32)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -29,6 +29,34 @@ class Outcome(enum.IntEnum):
     INFRA = 3
 
 
+class Ending(enum.IntEnum):
+    """How a rollout came to its end, right or wrong: what the compact filters of trainers tell apart.
+
+    Attributes:
+        SUBMITTED: 0, the agent ended it: an answer, a stop token.
+        ENVIRONMENT: 1, the environment ended it.
+        TURN_CAP: 2, the most turns or steps.
+        LENGTH_CAP: 3, the most response tokens.
+        CONTEXT_CAP: 4, the model's context or the longest prompt.
+        TIMEOUT: 5, wall-clock time.
+        ERROR: 6, a tool, sandbox or engine failed.
+        ABORTED: 7, cancelled, dropped or never finished.
+        VOID: 8, a reply without the format that it needs.
+        UNKNOWN: 9, not logged.
+    """
+
+    SUBMITTED = 0
+    ENVIRONMENT = 1
+    TURN_CAP = 2
+    LENGTH_CAP = 3
+    CONTEXT_CAP = 4
+    TIMEOUT = 5
+    ERROR = 6
+    ABORTED = 7
+    VOID = 8
+    UNKNOWN = 9
+
+
 @dataclass(frozen=True)
 class Census:
     """Counts of outcomes. Rates are shares of all rollouts.

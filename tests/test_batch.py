@@ -85,6 +85,28 @@ def test_a_padded_batch_from_strided_storage() -> None:
     assert torch.equal(strided.packed().turn_ids, batch.turn_ids)
 
 
+def test_endings_and_versions_go_with_their_rollouts_and_tokens() -> None:
+    """What is not sampled has no version, whatever the log holds there; padding and selecting move both."""
+    versions = torch.tensor([3, 3, -7, 4, 5, 6, 2**40, 6, 7, 8])
+    batch = make(endings=torch.tensor([0, 1, 2, 9], dtype=torch.uint8), versions=versions)
+    expected = torch.tensor([3, 3, -1, 4, 5, 6, -1, 6, 7, 8], dtype=torch.int32)
+    padded = batch.padded(width=6)
+    assert padded.versions is not None
+    assert padded.versions[1].tolist() == [5, -1, -1, -1, -1, -1]
+    for same in (batch, padded.packed(), batch.take(torch.arange(4))):
+        assert same.versions is not None
+        assert same.endings is not None
+        assert torch.equal(same.versions, expected)
+        assert same.endings.tolist() == [0, 1, 2, 9]
+    part = batch.take(torch.tensor([3, 1]))
+    assert part.endings is not None
+    assert part.versions is not None
+    assert part.endings.tolist() == [9, 1]
+    assert part.versions.tolist() == [8, 5]
+    assert make().endings is None
+    assert make().versions is None
+
+
 def test_select_keeps_whole_rollouts() -> None:
     ids = fa.TokenIds(torch.arange(14, dtype=torch.int32), torch.tensor([0, 5, 7, 12, 14]))
     batch = make(token_ids=ids, rollout_log_probs=torch.arange(10.0), row_ids=torch.tensor([7, 8, 9, 10]))
@@ -151,6 +173,10 @@ def test_micro_batches_cover_all_rollouts_in_order() -> None:
         ({"mask": torch.ones(10, dtype=torch.complex64)}, r"mask has dtype torch\.complex64"),
         ({"rewards": torch.ones(4, dtype=torch.complex64)}, r"rewards has dtype torch\.complex64"),
         ({"rewards": torch.tensor([1.0, -math.inf, 0.0, 0.0])}, r"rewards\[1\] is -inf, but its outcome is not INFRA"),
+        ({"endings": torch.tensor([0, 0, 10, 0])}, r"endings\[2\] is 10; endings are SUBMITTED \(0\), "),
+        ({"endings": torch.zeros(3, dtype=torch.int64)}, r"endings has shape \[3\]; expected \[4\]"),
+        ({"versions": torch.tensor([0, 0, 0, -1, *[0] * 6])}, r"versions\[3\] is -1 at a sampled token"),
+        ({"versions": torch.zeros(10)}, r"versions has dtype torch\.float32"),
     ],
 )
 def test_parts_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
