@@ -4,8 +4,9 @@ references."""
 from fastadv import gradproj
 from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch, TokenIds, pad, unpad
-from fastadv.coins import keep
+from fastadv.coins import RescueSampler, RescueStatistics, exclusion_weights, in_any_row, keep, rescue_weights
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
+from fastadv.divisors import DIVISORS, Divisor, divisor
 from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import KL, PRESETS, Correction, LossConfig
 from fastadv.norms import global_norm
@@ -24,6 +25,7 @@ from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
 from fastadv.outcomes import Census, Ending, Outcome, census
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
+from fastadv.rewards import soft_overlong_penalty, stop_properly_penalty, truncation_mask, zero_on_cap
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
 from fastadv.token_index import TokenIndex, token_index
@@ -32,6 +34,7 @@ from fastadv.validation import checks
 __version__ = "0.1.0"
 
 __all__ = [
+    "DIVISORS",
     "KL",
     "PRESETS",
     "Arm",
@@ -41,12 +44,15 @@ __all__ = [
     "Census",
     "Correction",
     "Denominators",
+    "Divisor",
     "Ending",
     "FrozenStatistics",
     "GroupIndex",
     "LossConfig",
     "LossOutput",
     "Outcome",
+    "RescueSampler",
+    "RescueStatistics",
     "Sampler",
     "SegmentTable",
     "Segments",
@@ -59,12 +65,15 @@ __all__ = [
     "checks",
     "covariance_selection",
     "denominators",
+    "divisor",
+    "exclusion_weights",
     "freeze",
     "freeze_statistics",
     "global_norm",
     "gradproj",
     "group_advantages",
     "group_index",
+    "in_any_row",
     "keep",
     "last_backend",
     "linear_log_probs",
@@ -73,16 +82,21 @@ __all__ = [
     "pad",
     "policy_loss",
     "question_one_arms",
+    "rescue_weights",
     "score_centering_loss",
     "segment_tokens",
     "segments",
     "sequence_log_ratios",
     "singleton_rows",
+    "soft_overlong_penalty",
+    "stop_properly_penalty",
     "token_counts",
     "token_index",
     "token_log_probs",
+    "truncation_mask",
     "turn_advantages",
     "turn_ids_from_mask",
     "turn_ids_from_positions",
     "unpad",
+    "zero_on_cap",
 ]

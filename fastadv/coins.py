@@ -1,15 +1,21 @@
-"""Coins that do not depend on the order, the process or the number of times they are tossed."""
+"""Coins that do not depend on the order, the process or the number of times they are tossed, and the weights that they
+give."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastadv import validation
 from fastadv._graphs import constant_in_graphs
+from fastadv.groups import GroupIndex, Labels, group_index
+
+Ids = Tensor | Sequence[int | str]
 
 STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as int64: splitmix64's increment
 
@@ -80,3 +86,216 @@ def keep(seed: int, ids: Tensor | Sequence[int | str], probability: float | Tens
         raise ValueError(f"keep: probability is {probability}; it must be in [0, 1]")
     u = uniforms(seed, ids, stream)
     return u < chance.to(u.device)
+
+
+def in_any_row(group_ids: Labels, flags: Tensor) -> Tensor:
+    """Spreads what is true of one rollout over its group: a group is stale if its oldest rollout is.
+
+    Args:
+        group_ids: `[B]` labels or a GroupIndex.
+        flags: `[B]` bool, say whether a rollout was sampled too long ago.
+
+    Returns:
+        `[B]` bool, the same in all rows of a group.
+
+    Raises:
+        ValueError, TypeError: shapes that differ, flags that are not boolean.
+    """
+    groups = group_index(group_ids, op="in_any_row").to(flags.device)
+    validation.tensor("in_any_row", "flags", flags, shape=(groups.num_rows,), dtypes=(torch.bool,))
+    hits = torch.zeros(groups.num_groups, dtype=torch.int64, device=flags.device)  # [G]
+    return hits.index_add(0, groups.index, flags.to(torch.int64))[groups.index] > 0
+
+
+def exclusion_weights(seed: int, row_ids: Ids, hit: Tensor, fraction: float, *, reweigh: bool = False) -> Tensor:
+    """Excludes a random share of some rollouts, by one coin per rollout id.
+
+    Without `reweigh` a share rho of the capped rollouts pays rho b for ending so (docs/theory.md, 10). With it the ones
+    that stay count for those that do not, and the expectation is that of no exclusion at all.
+
+    Args:
+        seed: of the coins; those of `fastadv.Arm` with this seed.
+        row_ids: `[B]` integers or strings.
+        hit: `[B]` bool, rollouts that the coin decides about; the others keep weight 1.
+        fraction: chance of exclusion, in [0, 1].
+        reweigh: whether rollouts that the coin spared weigh 1 / (1 - fraction) instead of 1.
+
+    Returns:
+        `[B]` float32: 1, 0, or 1 / (1 - fraction).
+
+    Raises:
+        ValueError: a fraction outside of [0, 1]; `reweigh` with fraction 1, for which no weight exists.
+        TypeError: ids that are not integers or strings, `hit` that is not boolean.
+    """
+    if reweigh and fraction == 1:
+        raise ValueError(
+            "exclusion_weights: fraction is 1 and reweigh is set: nothing is left that could weigh for what is excluded"
+        )
+    excluded = keep(seed, row_ids, fraction, stream="arm exclusion")
+    validation.tensor("exclusion_weights", "hit", hit, shape=tuple(excluded.shape), dtypes=(torch.bool,))
+    spared = 1 / (1 - fraction) if reweigh else 1.0
+    return _weights(hit, ~excluded, spared)
+
+
+def rescue_weights(seed: int, group_ids: Ids, stale: Tensor, keep_probability: float) -> Tensor:
+    """Weights that keep a stale group with a known chance a and let it count 1/a: E[w] = 1, whatever made it stale.
+
+    One coin per group id, a function of (seed, id): a group that is looked at again, in another pass, process or after
+    a restart, meets the same coin. (A coin drawn anew at each of m looks would leave E[w] = a^(m - 1).) Ids have to
+    name one sampled group each: with prompt ids alone a prompt would meet the same coin in every epoch. Raising a only
+    adds groups.
+
+    The weights go where `policy_loss` takes them (`weights=`), after advantages are normalised: as a multiplier of
+    rewards 1/a cancels in the standard deviation. The divisor stays that of all candidates (`fastadv.divisor`).
+
+    Args:
+        seed: any integer.
+        group_ids: `[B]` integers or strings, one a rollout or one a group.
+        stale: `[B]` bool, the same in all rows of a group (`in_any_row`).
+        keep_probability: a, in (0, 1]; 1 never drops. To drop all stale groups is another arm, and has no weight.
+
+    Returns:
+        `[B]` float32: 1 fresh, 1/a stale and kept, 0 stale and dropped.
+
+    Raises:
+        ValueError: a outside of (0, 1], a group that is stale in part.
+        TypeError: ids that are not integers or strings, `stale` that is not boolean.
+    """
+    _check_keep_probability("rescue_weights", keep_probability)
+    if isinstance(group_ids, GroupIndex):
+        raise TypeError(
+            "rescue_weights: group_ids is a GroupIndex, which numbers groups by their order in the batch; pass the ids"
+        )
+    kept = keep(seed, group_ids, keep_probability, stream=RescueSampler.stream)
+    validation.tensor("rescue_weights", "stale", stale, shape=tuple(kept.shape), dtypes=(torch.bool,))
+    if validation.reads_values(stale):
+        mixed_rows = in_any_row(group_ids, stale) & ~stale
+        if bool(mixed_rows.any()):
+            row = int(mixed_rows.nonzero()[0])
+            raise ValueError(
+                f"rescue_weights: group {_label(group_ids, row)!r} is stale in some rows and fresh in row {row}; a "
+                "group is kept or dropped whole: stale=fa.in_any_row(group_ids, stale)"
+            )
+    return _weights(stale, kept, 1 / keep_probability)
+
+
+def _weights(hit: Tensor, kept: Tensor, weight: float) -> Tensor:
+    """1 where not hit, `weight` where hit and kept, else 0."""
+    return torch.where(hit, kept.to(hit.device).to(torch.float32) * weight, 1.0)
+
+
+def _label(ids: Ids, row: int) -> int | str:
+    return int(ids[row]) if isinstance(ids, Tensor) else ids[row]
+
+
+def _check_keep_probability(owner: str, a: float) -> None:
+    if isinstance(a, bool) or not isinstance(a, (int, float)):
+        raise TypeError(f"{owner}: keep_probability is a {type(a).__name__}; pass a number")
+    if not 0 < a <= 1:
+        raise ValueError(
+            f"{owner}: keep_probability is {a}; it must be in (0, 1]: what is never kept has no weight that could "
+            "make up for it (to drop all stale groups is an arm of its own)"
+        )
+
+
+@dataclass(frozen=True)
+class RescueStatistics:
+    """What a RescueSampler did. A group counts once, however often it was looked at, as it was at the last look.
+
+    Attributes:
+        seen: groups.
+        stale: of them.
+        kept: stale ones that were kept.
+        dropped: stale ones that were not.
+        mean_weight: over all groups seen, 1 in expectation; 0 for none.
+        looks: groups looked at, each pass counted: `looks - seen` came again.
+        passes: calls of `weights`.
+    """
+
+    seen: int
+    stale: int
+    kept: int
+    dropped: int
+    mean_weight: float
+    looks: int
+    passes: int
+
+
+class RescueSampler:
+    """`rescue_weights` with a tally, and a state for checkpoints.
+
+    The coins need no memory. The tally remembers which groups it has counted, so that one that waits through several
+    passes counts once; `reset_statistics` at the end of each step keeps it small and gives the step's own numbers.
+
+    Attributes:
+        keep_probability: a.
+        seed: of the coins.
+        stream: name of the coins' use, "rescue".
+    """
+
+    stream = "rescue"
+
+    def __init__(self, keep_probability: float, seed: int = 0) -> None:
+        _check_keep_probability("RescueSampler", keep_probability)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"RescueSampler: seed is {seed!r}; pass an integer")
+        self.keep_probability = keep_probability
+        self.seed = seed
+        self.reset_statistics()
+
+    def weights(self, group_ids: Ids, stale: Tensor) -> Tensor:
+        """Weights of a pass over groups, `[B]` float32; see `rescue_weights`, also for what it raises."""
+        weights = rescue_weights(self.seed, group_ids, stale, self.keep_probability)
+        ids = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
+        looks = dict(zip(ids, zip(stale.tolist(), weights.tolist(), strict=True), strict=True))
+        self._groups |= looks
+        self._looks += len(looks)
+        self._passes += 1
+        return weights
+
+    def statistics(self) -> RescueStatistics:
+        """The tally since the last reset."""
+        seen = len(self._groups)
+        stale = [weight for is_stale, weight in self._groups.values() if is_stale]
+        kept = sum(weight > 0 for weight in stale)
+        return RescueStatistics(
+            seen=seen,
+            stale=len(stale),
+            kept=kept,
+            dropped=len(stale) - kept,
+            mean_weight=sum(weight for _, weight in self._groups.values()) / seen if seen else 0.0,
+            looks=self._looks,
+            passes=self._passes,
+        )
+
+    def reset_statistics(self) -> None:
+        """Starts the tally anew. Coins stay what they are."""
+        self._groups: dict[int | str, tuple[bool, float]] = {}  # staleness and weight at the last look
+        self._looks = 0
+        self._passes = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: lists, numbers and strings, so that JSON carries it."""
+        return {
+            "version": 1,
+            "keep_probability": self.keep_probability,
+            "seed": self.seed,
+            "groups": [[group, *look] for group, look in self._groups.items()],
+            "looks": self._looks,
+            "passes": self._passes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a state up again.
+
+        Raises:
+            ValueError: the state of a sampler with other coins: groups that were decided about would be decided anew.
+        """
+        own = {"version": 1, "keep_probability": self.keep_probability, "seed": self.seed}
+        other = {name: state.get(name) for name in own}
+        if other != own:
+            raise ValueError(
+                f"load_state_dict: the state is of {other}, this sampler is {own}; make one like the state's"
+            )
+        self._groups = {group: (stale, weight) for group, stale, weight in state["groups"]}
+        self._looks, self._passes = state["looks"], state["passes"]
