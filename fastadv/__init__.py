@@ -9,6 +9,7 @@ from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.divisors import DIVISORS, Divisor, divisor
 from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import KL, PRESETS, Correction, LossConfig
+from fastadv.matched_update import MatchedUpdate, UpdateNorm, matched_update, update_norms
 from fastadv.norms import global_norm
 from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.group_advantages import group_advantages, singleton_rows
@@ -50,6 +51,7 @@ __all__ = [
     "GroupIndex",
     "LossConfig",
     "LossOutput",
+    "MatchedUpdate",
     "Outcome",
     "RescueSampler",
     "RescueStatistics",
@@ -60,6 +62,7 @@ __all__ = [
     "TokenIds",
     "TokenIndex",
     "TokenLogProbs",
+    "UpdateNorm",
     "backends",
     "census",
     "checks",
@@ -78,6 +81,7 @@ __all__ = [
     "last_backend",
     "linear_log_probs",
     "linear_policy_loss",
+    "matched_update",
     "multi_dot_gram",
     "pad",
     "policy_loss",
@@ -98,5 +102,6 @@ __all__ = [
     "turn_ids_from_mask",
     "turn_ids_from_positions",
     "unpad",
+    "update_norms",
     "zero_on_cap",
 ]
