@@ -237,11 +237,11 @@ def _norms(
     squares = torch.zeros(len(lists), 3, dtype=torch.float64, device=device)  # update, gradient part, gradient
     for row, members in zip(squares, lists, strict=True):
         for part in [[m] for m in members if m.gradient is not None] if alone else [members]:
-            with torch.random.fork_rng(devices=gpus):
+            with torch.random.fork_rng(gpus, enabled=not alone):
                 changes = _changes(optimizer, part, factor)
             undecayed = changes
             if any(m.group.get("weight_decay") for m in part):
-                with torch.random.fork_rng(devices=gpus):
+                with torch.random.fork_rng(gpus, enabled=not alone):
                     undecayed = _changes(optimizer, part, factor, weight_decay=0.0)
             for member, *values in zip(part, changes, undecayed, strict=True):
                 if member.gradient is not None:

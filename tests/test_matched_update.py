@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,7 +194,8 @@ def test_nothing_is_touched(name: str) -> None:
     optimizer = started(name)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    # A hook that holds what cannot be copied, as those of trainers do.
+    optimizer.register_step_pre_hook(partial(lambda lock, *_: calls.append("pre"), threading.Lock()))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("everywhere"))
     gradients = some_gradients(7)
