@@ -194,7 +194,8 @@ def test_nothing_is_touched(name: str) -> None:
     optimizer = started(name)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     calls: list[str] = []
-    # A hook that holds what cannot be copied, as those of trainers do.
+    # A step in place of the class's, and a hook, that hold what cannot be copied, as those of trainers do.
+    optimizer.step = partial(lambda lock: calls.append("step"), threading.Lock())  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(partial(lambda lock, *_: calls.append("pre"), threading.Lock()))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("everywhere"))
