@@ -1,7 +1,7 @@
 """fastadv: the advantage-and-loss step of RL post-training for LLM agents, as exact fused kernels with PyTorch
 references."""
 
-from fastadv import gradproj
+from fastadv import gradproj, monitoring
 from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch, TokenIds, pad, unpad
 from fastadv.coins import RescueSampler, RescueStatistics, exclusion_weights, in_any_row, keep, rescue_weights
@@ -24,11 +24,12 @@ from fastadv.ops.token_counts import Denominators, denominators, token_counts
 from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
-from fastadv.outcomes import Census, Ending, Outcome, census
+from fastadv.outcomes import Census, Ending, Outcome, Outcomes, Regime, census, outcomes_of, regime
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rewards import soft_overlong_penalty, stop_properly_penalty, truncation_mask, zero_on_cap
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
+from fastadv.statuses import derived_endings, ending, endings, flagged_endings
 from fastadv.token_index import TokenIndex, token_index
 from fastadv.validation import checks
 
@@ -55,6 +56,8 @@ __all__ = [
     "Outcome",
     "RescueSampler",
     "RescueStatistics",
+    "Outcomes",
+    "Regime",
     "Sampler",
     "SegmentTable",
     "Segments",
@@ -70,6 +73,10 @@ __all__ = [
     "denominators",
     "divisor",
     "exclusion_weights",
+    "derived_endings",
+    "ending",
+    "endings",
+    "flagged_endings",
     "freeze",
     "freeze_statistics",
     "global_norm",
@@ -82,11 +89,14 @@ __all__ = [
     "linear_log_probs",
     "linear_policy_loss",
     "matched_update",
+    "monitoring",
     "multi_dot_gram",
+    "outcomes_of",
     "pad",
     "policy_loss",
     "question_one_arms",
     "rescue_weights",
+    "regime",
     "score_centering_loss",
     "segment_tokens",
     "segments",

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastadv import validation
 from fastadv.groups import GroupIndex, Labels, group_index
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask
-from fastadv.outcomes import Census, Ending, Outcome, census, outcome_tensor
+from fastadv.outcomes import Census, Outcome, census, ending_tensor, outcome_tensor
 from fastadv.rows import Rows
 from fastadv.segment_table import Segments
 
@@ -235,14 +235,7 @@ class Batch:
         validation.tensor(op, "capped", capped, shape=per_row, dtypes=(torch.bool,), device=device)
         if endings is not None:
             validation.tensor(op, "endings", endings, shape=per_row, dtypes=validation.INTEGERS, device=device)
-            bad = (endings < 0) | (endings > max(Ending))
-            if bool(bad.any()):
-                row = int(bad.nonzero()[0])
-                raise ValueError(
-                    f"{op}: endings[{row}] is {int(endings[row])}; endings are "
-                    + ", ".join(f"{e.name} ({e.value})" for e in Ending)
-                )
-            endings = endings.to(torch.int64)
+            endings = ending_tensor(endings, op=op)
         if versions is not None:
             versions = _versions(op, versions, mask)
         batch = cls(

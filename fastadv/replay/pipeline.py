@@ -15,7 +15,8 @@ from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import Projections, project
-from fastadv.outcomes import Census, Outcome
+from fastadv.monitoring import turns_by_outcome
+from fastadv.outcomes import Census, Outcome, Regime, regime
 from fastadv.replay import streamed
 from fastadv.replay.arm_table import ArmRow, PromptSums, arm_row, prompt_sums
 from fastadv.replay.errors import ReplayError, counted, finite
@@ -131,6 +132,11 @@ class ReplayResult:
         for file in self.files[1:]:
             total = total + file.census
         return total
+
+    @property
+    def regime(self) -> Regime:
+        """Whether what a mask would exclude has a reward, over all files."""
+        return regime(self.census)
 
 
 class Steps(Protocol):
@@ -309,8 +315,7 @@ class _Run:
 
     def _add_curves(self, batch: Batch) -> None:
         turns = batch.segments.turns()
-        for outcome in Outcome:
-            here = torch.bincount(turns[batch.outcomes == outcome])
+        for outcome, here in turns_by_outcome(turns, batch.outcomes).items():
             self.turns[outcome] = _added(self.turns[outcome], here)
         ended = torch.stack([torch.bincount(turns).to(torch.float64), torch.bincount(turns, batch.rewards)], 1)
         reached = ended.flip(0).cumsum(0).flip(0)[1:]  # [L, 2]: rollouts with at least that many turns

@@ -81,7 +81,7 @@ def _census(result: ReplayResult) -> Table:
     ]
     caption = (
         "BUDGET failures have a known reward, so a mask over them hides signal. INFRA rollouts have none: some might "
-        "have succeeded. Which of the two dominates what is not solved decides what a mask does."
+        f"have succeeded. Which of the two dominates what is not solved decides what a mask does. {result.regime}"
     )
     return Table("Outcome census", caption, ["outcome", "meaning", "rollouts", "share", "of unsolved"], rows)
 
@@ -279,6 +279,7 @@ def as_json(result: ReplayResult) -> str:
         "python": platform.python_version(),
         "options": options,
         "census": {outcome.name: count for outcome, count in result.census.counts.items()},
+        "regime": jsonable(result.regime),
         **{f.name: jsonable(getattr(result, f.name)) for f in dataclasses.fields(result) if f.name not in APART},
     }
     for file in document["files"]:

@@ -61,10 +61,11 @@ def kind_of(path: Path) -> str:
         raise ReplayError(f"{path} cannot be read: {error.strerror}") from error
     if not head:
         raise ReplayError(f"{path} is empty")
-    if head.startswith((b"PK\x03\x04", _LEGACY_TORCH)):
-        return "torch"
+    # Before torch: the first byte is of the header's length, and may be the one that a pickle begins with.
     if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:
         return "safetensors"
+    if head.startswith((b"PK\x03\x04", _LEGACY_TORCH)):
+        return "torch"
     if head.startswith(_UTF16):
         raise ReplayError(f"{path} is UTF-16 text; verl's log is UTF-8 (iconv -f UTF-16 -t UTF-8 converts it)")
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()

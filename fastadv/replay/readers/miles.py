@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastadv.batch import LARGEST_ID, Batch, TokenIds
 from fastadv.groups import group_index
-from fastadv.outcomes import Outcome
+from fastadv.outcomes import NO_RESULT, Ending, Outcome, outcomes_of
 from fastadv.replay.errors import ReplayError, counted
 from fastadv.replay.readers.rollouts import (
     ReadOptions,
@@ -29,16 +29,16 @@ from fastadv.replay.readers.rollouts import (
     check_log_probs,
     label_text,
     names_of,
-    outcome_of,
     packed_offsets,
     reward_of,
     short,
 )
+from fastadv.status_tables import SYSTEMS
+from fastadv.statuses import ending
 
-# How an agent's own loop says that it was cut off while the engine says "completed".
-CUT_OFF = {"TimeLimitExceeded", "SequenceLengthLimitExceeded"}
-STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
-NO_RESULT = ("aborted", "failed", "pending")  # "failed" is a tool or an API that failed, not a wrong answer
+STATUSES = tuple(SYSTEMS["miles"].statuses)
+AGENTS = ("miles-agent", "mini-swe-agent")  # whose exit statuses the metadata may hold
+LONGEST_STATUS = 80
 EXPECTED = {int: "an integer", str: "a text", dict: "a dictionary", list: "a list of numbers"}
 LARGEST_EXPANSION = 20  # torch.save does not compress; token lists that somebody zipped again shrink to a fifth or so
 
@@ -185,9 +185,44 @@ class _Sample:
         return reward_of(f"{self.where}: the reward", value)
 
 
-def _cut_off(status: str, metadata: dict[str, Any]) -> bool:
-    reason = metadata.get("exit_status")
-    return status == "truncated" or (isinstance(reason, str) and reason in CUT_OFF)
+def _ending_of(status: str, exit_status: object) -> Ending:
+    """How a sample ended: by its status, which an agent's own loop may say more precisely.
+
+    The engine says "completed" of a reply whose agent then ran out of turns or time; a sample without a result has none
+    whatever the agent says, and one that was cut off was not submitted.
+    """
+    by_status = ending("miles", status)
+    if by_status in NO_RESULT or not isinstance(exit_status, str) or len(exit_status) > LONGEST_STATUS:
+        return by_status
+    for agent in AGENTS:
+        said = ending(agent, exit_status, strict=False)
+        if said != Ending.UNKNOWN:
+            return by_status if said == Ending.SUBMITTED else said
+    return by_status
+
+
+def _versions_of(versions: object, mask: np.ndarray) -> np.ndarray | None:
+    """The version of the weights that sampled each token; None where it is not known.
+
+    `weight_versions` has an entry a call of the engine. Calls and turns are the same where they are equally many, and
+    it does not matter which is which where all versions are the same.
+    """
+    if not isinstance(versions, (list, tuple)) or not 0 < len(versions) <= mask.size:  # a call samples a token or more
+        return None
+    starts = np.diff(mask.astype(np.int8), prepend=np.int8(0)) == 1
+    turns = int(starts.sum())
+    if not all(isinstance(v, (str, int)) for v in versions):
+        return None
+    if len(versions) != turns:
+        versions = (versions[0],) * turns if len(set(versions)) == 1 else ()
+    texts = [str(v) if isinstance(v, int) and 0 <= v <= LARGEST_ID else v for v in versions]
+    if len(texts) != turns or not all(
+        isinstance(v, str) and len(v) <= 10 and v.isascii() and v.isdecimal() and int(v) <= LARGEST_ID for v in texts
+    ):
+        return None
+    by_turn = np.array([-1, *map(int, texts)], np.int32)
+    tokens: np.ndarray = np.where(mask, by_turn[np.cumsum(starts)], np.int32(-1))
+    return tokens
 
 
 class _Columns:
@@ -200,12 +235,13 @@ class _Columns:
         self.log_probs: list[np.ndarray | None] = []
         self.ids: list[np.ndarray] = []
         self.rewards: list[float] = []
-        self.outcomes: list[Outcome] = []
-        self.capped: list[bool] = []
+        self.endings: list[Ending] = []
+        self.versions: list[np.ndarray | None] = []
         self.groups: list[int | str] = []
         self.row_ids: list[int] = []
         self.labels: dict[int | str, str] = {}
         self.removed = self.missing_rewards = self.without_group = self.without_mask = self.plain_rewards = 0
+        self.failed_agents = 0
 
     def add(self, sample: _Sample, row: int, options: ReadOptions) -> None:
         """Takes one sample apart."""
@@ -225,10 +261,11 @@ class _Columns:
                 f"{sample.where}: 'status' is {short(status)}; Miles and slime write {', '.join(STATUSES)}"
             )
         metadata = sample.get("metadata", dict, optional=True) or {}
-        cut_off, reward = _cut_off(status, metadata), sample.reward(options.reward_key)
+        reward, ended = sample.reward(options.reward_key), _ending_of(status, metadata.get("exit_status"))
         self.plain_rewards += sample.plain_reward
-        infra = status in NO_RESULT
-        self.missing_rewards += not infra and not math.isfinite(reward)
+        finished = ending("miles", status) not in NO_RESULT
+        self.failed_agents += finished and ended in NO_RESULT
+        self.missing_rewards += ended not in NO_RESULT and not math.isfinite(reward)
         group = sample.get("group_index", (int, str), optional=True)
         self.without_group += group is None
         group = f"\0{row}" if group is None else group
@@ -237,13 +274,14 @@ class _Columns:
         self.lengths.append(response)
         self.total_lengths.append(tokens.shape[0])
         self.without_mask += mask is None
-        self.masks.append(np.ones(response, bool) if mask is None else mask != 0)
+        sampled = np.ones(response, bool) if mask is None else mask != 0
+        self.masks.append(sampled)
+        self.versions.append(_versions_of(sample.fields.get("weight_versions"), sampled))
         with np.errstate(over="ignore"):  # a log-prob beyond float32 is an infinite one
             self.log_probs.append(None if log_probs is None else log_probs.astype(np.float32))
         self.ids.append(tokens.astype(np.int32))
         self.rewards.append(reward)
-        self.outcomes.append(outcome_of(reward, cut_off=cut_off, infra=infra, solved_above=options.solved_above))
-        self.capped.append(cut_off)
+        self.endings.append(ended)
         self.groups.append(group)
         self.row_ids.append(row if index is None else index)
         self.removed += bool(sample.get("remove_sample", int, optional=True))
@@ -256,8 +294,8 @@ def _packed(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
 def read(path: Path, options: ReadOptions) -> Rollouts:
     """Reads a dump of Miles or slime.
 
-    Outcomes: a reward above `solved_above` is SOLVED, cut off or not; else status "truncated", or an `exit_status` that
-    says so, is BUDGET; "aborted", "failed" and "pending", and a reward of None or NaN, are INFRA; the rest is FAILED.
+    Endings: the status, or an `exit_status` that says more, by the tables of docs/outcomes.md. Outcomes: those of
+    `fastadv.outcomes_of`, where running out of time is BUDGET, as in Miles' own filter of cut-off samples.
 
     Raises:
         ReplayError: a field that is missing, of the wrong type or length, naming the sample.
@@ -309,6 +347,9 @@ def _rollouts(path: Path, c: _Columns, options: ReadOptions) -> Rollouts:
             f"{counted(c.removed, 'sample')} marked by a sample filter: the marks are ignored, arms decide what is "
             "excluded"
         )
+    if c.failed_agents:
+        failed = counted(c.failed_agents, "finished sample")
+        notes.append(f"{failed} whose exit_status says that the agent, not the policy, failed: counted as INFRA")
     if c.missing_rewards:
         missing = counted(c.missing_rewards, "finished sample")
         notes.append(f"{missing} without a reward (None or NaN): counted as INFRA")
@@ -329,19 +370,25 @@ def _rollouts(path: Path, c: _Columns, options: ReadOptions) -> Rollouts:
     elif with_log_probs:
         without = len(c.log_probs) - with_log_probs
         notes.append(f"{counted(without, 'sample')} without rollout_log_probs: those of the others are not used")
+    versions = [v for v in c.versions if v is not None]
+    if 0 < len(versions) < len(c.versions):
+        unclear = counted(len(c.versions) - len(versions), "sample")
+        notes.append(f"{unclear} whose weight_versions do not say which turn is whose: versions are not used")
     groups = group_index(c.groups)
-    rewards = torch.tensor(c.rewards, dtype=torch.float64)
-    outcomes = torch.tensor(c.outcomes, dtype=torch.int64)
+    rewards, endings = torch.tensor(c.rewards, dtype=torch.float64), torch.tensor(c.endings, dtype=torch.int64)
+    outcomes, capped = outcomes_of(endings, rewards, solved_above=options.solved_above, timeout=Outcome.BUDGET)
     batch = Batch.of(
         mask=_packed(c.masks, torch.bool),
         cu_seqlens=packed_offsets(c.lengths),
         rewards=rewards,
         group_ids=groups,
         outcomes=outcomes,
-        capped=torch.tensor(c.capped),
+        capped=capped,
         row_ids=torch.tensor(c.row_ids, dtype=torch.int64),
         rollout_log_probs=log_probs,
         token_ids=TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths)),
+        endings=endings,
+        versions=_packed(versions, torch.int32) if len(versions) == len(c.versions) else None,
     )
     check_log_probs(f"{path}, sample", batch)
     labels = [c.labels[g] for g in dict.fromkeys(c.groups)]

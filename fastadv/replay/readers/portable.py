@@ -18,7 +18,9 @@ from fastadv.replay.readers.rollouts import LARGEST_REWARD, ReadOptions, Rollout
 FORMAT, VERSION = "fastadv rollouts", "1"
 REQUIRED = ("cu_seqlens", "mask", "rewards", "group_ids", "outcomes")
 REWARDS = (torch.float64, torch.float32)
-OPTIONAL = ("turn_ids", "capped", "row_ids", "rollout_log_probs", "token_ids", "token_cu_seqlens")
+OPTIONAL = (
+    "turn_ids", "capped", "row_ids", "rollout_log_probs", "endings", "versions", "token_ids", "token_cu_seqlens",
+)  # fmt: skip
 
 
 def write(path: Path, batch: Batch, labels: list[str] | None = None) -> None:
@@ -50,6 +52,10 @@ def write(path: Path, batch: Batch, labels: list[str] | None = None) -> None:
     }
     if batch.rollout_log_probs is not None:
         tensors["rollout_log_probs"] = batch.rollout_log_probs
+    if batch.endings is not None:
+        tensors["endings"] = batch.endings.to(torch.uint8)
+    if batch.versions is not None:
+        tensors["versions"] = batch.versions
     if batch.token_ids is not None:
         tensors["token_ids"] = batch.token_ids.ids
         tensors["token_cu_seqlens"] = batch.token_ids.cu_seqlens.clone()  # may be the responses' own: no prompts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastadv.batch import Batch
 from fastadv.groups import GroupIndex
-from fastadv.outcomes import Census, Outcome, census
+from fastadv.outcomes import Census, census
 from fastadv.replay.errors import ReplayError, finite
 
 LARGEST_LOG_PROB = 1e-3  # 0, and what low precision makes of it
@@ -60,15 +60,6 @@ class Rollouts:
     def census(self) -> Census:
         """Counts of outcomes."""
         return census(self.outcomes, self.groups)
-
-
-def outcome_of(reward: float, *, cut_off: bool, infra: bool, solved_above: float) -> Outcome:
-    """The outcome of a rollout: passing counts before how it ended, and no result is no result."""
-    if infra or not math.isfinite(reward):
-        return Outcome.INFRA
-    if reward > solved_above:
-        return Outcome.SOLVED
-    return Outcome.BUDGET if cut_off else Outcome.FAILED
 
 
 def reward_of(where: str, value: object) -> float:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fastadv.groups import group_index
+from fastadv.outcomes import Ending, outcomes_of
 from fastadv.replay.errors import ReplayError, counted
-from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, outcome_of, reward_of, short
+from fastadv.replay.readers.rollouts import ReadOptions, Rollouts, label_text, reward_of, short
 
 REFUSED = (
     "verl's rollout log carries text and scores only: no tokens, masks or turns, and no word on truncation, so a "
@@ -73,11 +74,12 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
         notes.append(f"{counted(missing, 'rollout')} without a score (null or NaN): counted as INFRA")
     if options.reward_key is not None:
         notes.append("--reward-key does not apply: verl's score is no dictionary")
-    outcomes = [outcome_of(r, cut_off=False, infra=False, solved_above=options.solved_above) for r in rewards]
+    scores = torch.tensor(rewards, dtype=torch.float64)
+    endings = torch.full(scores.shape, Ending.UNKNOWN, dtype=torch.int64)
     return Rollouts(
         source="verl",
-        outcomes=torch.tensor(outcomes, dtype=torch.int64),
-        rewards=torch.tensor(rewards, dtype=torch.float64),
+        outcomes=outcomes_of(endings, scores, solved_above=options.solved_above).outcomes,
+        rewards=scores,
         groups=group_index(groups),
         labels=list(labels.values()),
         batch=None,

@@ -1,0 +1,55 @@
+"""Confidence intervals of shares and of what is made of two shares, in closed form."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+Z = 1.959963984540054  # of 95 %
+
+
+class Interval(NamedTuple):
+    """An estimate and its 95 % interval; NaN where there is nothing to estimate from.
+
+    Attributes:
+        value: the estimate.
+        low, high: the ends.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+NOTHING = Interval(math.nan, math.nan, math.nan)
+
+
+def wilson(hits: int, total: int) -> Interval:
+    """A share with Wilson's score interval, which keeps to [0, 1] and has a length for 0 and for all hits."""
+    if total == 0:
+        return NOTHING
+    p, spread = hits / total, Z * Z / total
+    centre = (p + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(p * (1 - p) / total + spread / (4 * total)) / (1 + spread)
+    # At the ends the formula is exact, and its floating-point value is not.
+    return Interval(p, 0.0 if hits == 0 else centre - half, 1.0 if hits == total else centre + half)
+
+
+def difference(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
+    """The first share minus the second, with Newcombe's hybrid score interval (his method 10)."""
+    if 0 in totals:
+        return NOTHING
+    (p, p_low, p_high), (q, q_low, q_high) = (wilson(h, n) for h, n in zip(hits, totals, strict=True))
+    low, high = math.hypot(p - p_low, q_high - q), math.hypot(p_high - p, q - q_low)
+    return Interval(p - q, p - q - low, p - q + high)
+
+
+def odds_ratio(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
+    """The first share's odds over the second's, with half a count added to each cell (Haldane and Anscombe) and Woolf's
+    interval on the logarithm."""
+    if 0 in totals:
+        return NOTHING
+    cells = [count + 0.5 for h, n in zip(hits, totals, strict=True) for count in (h, n - h)]
+    log = math.log(cells[0] * cells[3] / (cells[1] * cells[2]))
+    half = Z * math.sqrt(sum(1 / cell for cell in cells))
+    return Interval(math.exp(log), math.exp(log - half), math.exp(log + half))

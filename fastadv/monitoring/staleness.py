@@ -1,0 +1,102 @@
+"""How old the weights are that sampled what is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastadv import validation
+from fastadv.groups import Labels, group_index
+from fastadv.monitoring.checks import mean
+from fastadv.rows import Rows
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Staleness of a batch: versions between the weights that sampled a token and those that are trained on it.
+
+    Attributes:
+        tokens: sampled tokens that were counted.
+        mean, largest: over these.
+        in_flight: mean over them of the versions that passed between the token and the last one of its rollout, while
+            the rollout was being sampled.
+        queue: mean over them of the versions that passed since, while the rollout waited; with `in_flight` it makes
+            `mean`.
+        histogram: number of tokens by staleness, in ascending order.
+        oldest_mean: mean over rollouts of their oldest token's.
+        dropped_rollouts, dropped_groups: what a limit on a group's oldest token would drop, whole groups; 0 without a
+            limit.
+        groups: groups with a sampled token.
+    """
+
+    tokens: int
+    mean: float
+    largest: int
+    in_flight: float
+    queue: float
+    histogram: dict[int, int]
+    oldest_mean: float
+    dropped_rollouts: int
+    dropped_groups: int
+    groups: int
+
+
+def staleness(
+    versions: Tensor,
+    version: int,
+    group_ids: Labels,
+    *,
+    cu_seqlens: Tensor | None = None,
+    max_staleness: int | None = None,
+) -> Staleness:
+    """Staleness statistics of a batch that is about to be trained on.
+
+    Args:
+        versions: `[N]` or `[B, T]` integers, the version that sampled each token, -1 where none did (`Batch.versions`).
+        version: of the weights that are trained.
+        group_ids: `[B]` labels or a GroupIndex.
+        cu_seqlens: `[B + 1]` for packed tokens.
+        max_staleness: a group is dropped if its oldest token is older than this, as in Miles' buffer; None: none is.
+
+    Returns:
+        The Staleness.
+
+    Raises:
+        ValueError: a token that is newer than the weights, a negative limit, group_ids of another length.
+        TypeError: versions that are not integers.
+    """
+    op = "staleness"
+    validation.tensor(op, "versions", versions, dtypes=validation.INTEGERS)
+    rows, groups = Rows.of(op, "versions", versions, cu_seqlens), group_index(group_ids, op=op).to(versions.device)
+    if groups.num_rows != rows.count:
+        raise ValueError(f"{op}: group_ids has {groups.num_rows} rows, versions has {rows.count}")
+    if max_staleness is not None and max_staleness < 0:
+        raise ValueError(f"{op}: max_staleness is {max_staleness}; it must not be negative")
+    row = rows.spread(torch.arange(rows.count, device=versions.device)).flatten()
+    sampled = versions.flatten() >= 0
+    at, row = versions.flatten()[sampled].to(torch.int64), row[sampled]  # [S], [S]
+    if bool((at > version).any()):
+        raise ValueError(
+            f"{op}: a token was sampled by version {int(at.max())}, newer than version {version}, which is trained"
+        )
+    age = version - at
+    count = rows.count
+    oldest = age.new_zeros(count).scatter_reduce(0, row, age, "amax", include_self=True)
+    newest = age.new_full((count,), version).scatter_reduce(0, row, age, "amin", include_self=True)
+    occupied = torch.bincount(row, minlength=count) > 0
+    group_oldest = age.new_zeros(groups.num_groups).scatter_reduce(0, groups.index, oldest, "amax", include_self=True)
+    dropped = group_oldest > (version if max_staleness is None else max_staleness)  # none is older than version 0
+    return Staleness(
+        tokens=at.shape[0],
+        mean=mean(age),
+        largest=int(age.max()) if age.numel() else 0,
+        in_flight=mean(age - newest[row]),
+        queue=mean(newest[row]),
+        histogram=dict(zip(*(part.tolist() for part in torch.unique(age, return_counts=True)), strict=True)),
+        oldest_mean=mean(oldest[occupied]),
+        dropped_rollouts=int(dropped[groups.index].sum()),
+        dropped_groups=int(dropped.sum()),
+        groups=int(torch.unique(groups.index[occupied]).numel()),
+    )

@@ -1,0 +1,206 @@
+"""From what a trainer logs about a rollout's end to an Ending."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fastadv import validation
+from fastadv.outcomes import Ending
+from fastadv.status_tables import SYSTEMS, StatusTable
+
+Status = str | enum.Enum | None
+
+
+def ending(system: str, status: Status, *, strict: bool = True) -> Ending:
+    """The Ending that a system's status stands for.
+
+    Args:
+        system: whose status it is, a key of the table in docs/outcomes.md: "miles", "rllm", "vllm", ...
+        status: as the system writes it; upper and lower case are the same. An enumeration's member counts by its value,
+            or by its name where the value is no text; what follows a colon does not count where the whole is unknown.
+        strict: False: a status that is not in the table, or None, is Ending.UNKNOWN.
+
+    Returns:
+        The Ending.
+
+    Raises:
+        ValueError: a system without a table or without a status, or an unknown status, with the ones that are valid.
+        TypeError: a status that is no text.
+    """
+    table = _table("ending", system)
+    return _ending("ending", system, table, status, strict)
+
+
+def endings(system: str, statuses: Sequence[Status], *, strict: bool = True) -> Tensor:
+    """The Endings of a batch, see `fastadv.ending`.
+
+    Args:
+        system: whose statuses they are.
+        statuses: `[B]`, one a rollout.
+        strict: False: unknown ones are Ending.UNKNOWN.
+
+    Returns:
+        `[B]` int64, values of Ending, as `Batch.of` and `outcomes_of` take them.
+
+    Raises:
+        ValueError, TypeError: as of `fastadv.ending`, naming the row.
+    """
+    table, known, result = _table("endings", system), dict[Status, Ending](), []
+    for row, status in enumerate(statuses):
+        found = known.get(status) if isinstance(status, Status) else None
+        if found is None:
+            found = known[status] = _ending(f"endings: row {row}", system, table, status, strict)
+        result.append(found)
+    return torch.tensor(result, dtype=torch.int64)
+
+
+def flagged_endings(system: str, flags: Mapping[str, Tensor]) -> Tensor:
+    """The Endings of a batch of a system that sets a flag instead of a status: NeMo-RL, OpenRLHF, Mini-o3.
+
+    Args:
+        system: whose flags they are.
+        flags: `[B]` bool each, by the names of the system's table. Of several that are set the first in the table
+            counts; a rollout with none was submitted.
+
+    Returns:
+        `[B]` int64, values of Ending.
+
+    Raises:
+        ValueError: a system without flags, an unknown flag, no flag at all, flags of different lengths.
+        TypeError: a flag that is no bool tensor.
+    """
+    op = "flagged_endings"
+    table = _table(op, system)
+    if not table.flags:
+        having = ", ".join(name for name, other in SYSTEMS.items() if other.flags)
+        raise ValueError(f"{op}: {system!r} has no flags, but {table.field}; systems with flags are {having}")
+    unknown = [name for name in flags if name not in table.statuses]
+    if unknown or not flags:
+        what = f"knows no flag {unknown[0]!r}" if unknown else "needs a flag"
+        raise ValueError(f"{op}: {system!r} {what}; it has {', '.join(table.statuses)}")
+    first = next(iter(flags.values()))
+    result: Tensor | None = None
+    for name in reversed(list(table.statuses)):  # the first in the table has the last word
+        if name in flags:
+            flag = flags[name]
+            validation.tensor(op, name, flag, dtypes=(torch.bool,))
+            validation.tensor(op, name, flag, shape=tuple(first.shape), device=first.device)
+            if result is None:
+                result = torch.full(flag.shape, Ending.SUBMITTED, dtype=torch.int64, device=flag.device)
+            result[flag] = int(table.statuses[name])
+    assert result is not None
+    return result
+
+
+def derived_endings(
+    lengths: Tensor,
+    *,
+    max_length: int | None = None,
+    turns: Tensor | None = None,
+    max_turns: int | None = None,
+    last_ids: Tensor | None = None,
+    end_ids: Sequence[int] = (),
+) -> Tensor:
+    """The Endings of a batch of a system that logs none: from lengths, turns and last tokens.
+
+    A response that fills its window, or whose last token does not end a reply, is LENGTH_CAP; of the others one with
+    the most turns is TURN_CAP; the rest is SUBMITTED. What cannot be told: an agent that submits with its last turn or
+    token counts as capped, and one that was stopped short of its window because a tool's reply would not fit into it
+    (verl's tool loop) as submitted. verl's `num_turns` counts prompt and tool replies too: pass `num_turns // 2`.
+
+    Args:
+        lengths: `[B]` integers, response tokens, padding not counted.
+        max_length: the window; None: lengths are not looked at.
+        turns: `[B]` integers, replies of the model.
+        max_turns: the most of them; with `turns`.
+        last_ids: `[B]` integers, the last token of each response.
+        end_ids: tokens that end a reply, padding among them if it may follow; with `last_ids`.
+
+    Returns:
+        `[B]` int64, values of Ending.
+
+    Raises:
+        ValueError: nothing to derive from, one argument of a pair without the other, a length or number of turns
+            beyond its maximum.
+        TypeError: tensors that are not integers.
+    """
+    op = "derived_endings"
+    validation.tensor(op, "lengths", lengths, dtypes=validation.INTEGERS)
+    shape, device = tuple(lengths.shape), lengths.device
+    pairs = (("turns", turns is not None, "max_turns", max_turns is not None),
+             ("last_ids", last_ids is not None, "end_ids", len(end_ids) > 0))  # fmt: skip
+    for one, given, other, other_given in pairs:
+        if given != other_given:
+            raise ValueError(f"{op}: {one} and {other} come together")
+    if max_length is None and turns is None and last_ids is None:
+        raise ValueError(f"{op}: pass max_length, turns and max_turns, or last_ids and end_ids")
+    result = torch.full(shape, Ending.SUBMITTED, dtype=torch.int64, device=device)
+    if turns is not None and max_turns is not None:
+        validation.tensor(op, "turns", turns, shape=shape, dtypes=validation.INTEGERS, device=device)
+        _within(op, "turns", turns, "max_turns", max_turns)
+        result[turns >= max_turns] = Ending.TURN_CAP
+    if last_ids is not None:
+        validation.tensor(op, "last_ids", last_ids, shape=shape, dtypes=validation.INTEGERS, device=device)
+        result[~torch.isin(last_ids, torch.tensor(list(end_ids), device=device))] = Ending.LENGTH_CAP
+    if max_length is not None:
+        _within(op, "lengths", lengths, "max_length", max_length)
+        result[lengths >= max_length] = Ending.LENGTH_CAP
+    return result
+
+
+def _within(op: str, name: str, values: Tensor, limit_name: str, limit: int) -> None:
+    if limit < 1:
+        raise ValueError(f"{op}: {limit_name} is {limit}; it must be at least 1")
+    beyond = values > limit
+    if bool(beyond.any()):
+        row = int(beyond.nonzero()[0])
+        raise ValueError(f"{op}: {name}[{row}] is {int(values[row])}, more than {limit_name} {limit}")
+
+
+def _table(op: str, system: str) -> StatusTable:
+    if system not in SYSTEMS:
+        raise ValueError(f"{op}: system is {system!r}{_near(system, SYSTEMS)}; it must be one of {', '.join(SYSTEMS)}")
+    return SYSTEMS[system]
+
+
+@cache
+def _by_folded_name(system: str) -> dict[str, Ending]:
+    return {name.casefold(): value for name, value in SYSTEMS[system].statuses.items()}
+
+
+def _ending(op: str, system: str, table: StatusTable, status: Status, strict: bool) -> Ending:
+    if not table.statuses:
+        raise ValueError(f"{op}: {system} writes no status; {table.note}")
+    text = status
+    if isinstance(text, enum.Enum):
+        text = text.value if isinstance(text.value, str) else text.name
+    if text is None and not strict:
+        return Ending.UNKNOWN
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"{op}: status is a {type(text).__name__}; it must be a text or an enumeration's member")
+    if text is not None:
+        known = _by_folded_name(system)
+        for name in (text, text.partition(":")[0]):
+            if name.casefold() in known:
+                return known[name.casefold()]
+            if table.exceptions and name.endswith(("Error", "Exception")):
+                return Ending.ERROR
+        if not strict:
+            return Ending.UNKNOWN
+    shown = repr(text) if text is None or len(text) <= 80 else repr(text[:80]) + "..."
+    valid = ", ".join(repr(name) for name in table.statuses)
+    raise ValueError(
+        f"{op}: status is {shown}{_near(text or '', table.statuses)}; {system} writes {valid}; strict=False makes "
+        "others Ending.UNKNOWN"
+    )
+
+
+def _near(text: str, valid: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(text[:80], valid, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
