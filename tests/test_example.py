@@ -16,7 +16,7 @@ from examples.frozen_lake import environment, train
 from examples.frozen_lake.environment import ACTIONS, MAX_TURNS, TURN_TOKENS, WORD_IDS, WORDS, Episode, decode, encode
 from examples.frozen_lake.policy import Sampler, full_pass, load_policy, new_policy, save_policy
 from examples.frozen_lake.rollouts import Rollout, load_dump, sample_rollouts, save_dump, to_batch
-from fastadv import Outcome
+from fastadv import Outcome, outcomes_of
 
 FOLDER = Path(environment.__file__).parent
 MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
@@ -197,6 +197,7 @@ def test_mask_and_turns_agree_with_the_number_of_turns(committed):
     assert int(batch.mask.sum()) == int(turns.sum())
     assert torch.equal(turns[batch.outcomes == Outcome.BUDGET].unique(), torch.tensor([MAX_TURNS]))
     assert torch.equal(batch.rewards == 1, batch.outcomes == Outcome.SOLVED)
+    assert torch.equal(batch.outcomes, outcomes_of(batch.endings, batch.rewards).outcomes)
     response = torch.cat([torch.tensor(rollout.response_ids) for rollout in committed])
     assert {WORDS[i] for i in response[batch.mask]} <= set(ACTIONS)
 

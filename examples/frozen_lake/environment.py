@@ -10,7 +10,7 @@ from typing import Any
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from gymnasium.wrappers import TimeLimit
 
-from fastadv import Outcome
+from fastadv import Ending, Outcome
 
 NUM_MAPS = 512
 SIZES = (4, 5, 6)  # tiles a side, by map id: small maps bring the first rewards, large ones leave something to learn
@@ -38,6 +38,12 @@ OUTCOMES = {
     "FellIntoHole": Outcome.FAILED,
     "MalformedAction": Outcome.FAILED,
     "TimeLimitExceeded": Outcome.BUDGET,
+}
+ENDINGS = {
+    "GoalReached": Ending.ENVIRONMENT,
+    "FellIntoHole": Ending.ENVIRONMENT,
+    "MalformedAction": Ending.VOID,
+    "TimeLimitExceeded": Ending.TURN_CAP,  # gymnasium's time is turns
 }
 
 

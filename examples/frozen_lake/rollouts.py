@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import fastadv as fa
-from examples.frozen_lake.environment import OUTCOMES, TURN_TOKENS, Episode, decode
+from examples.frozen_lake.environment import ENDINGS, OUTCOMES, TURN_TOKENS, Episode, decode
 from examples.frozen_lake.policy import Sampler
 from fastadv.testing import miles_sample
 
@@ -102,6 +102,7 @@ def to_batch(rollouts: Sequence[Rollout], *, first_id: int = 0) -> fa.Batch:
         row_ids=torch.arange(first_id, first_id + len(rollouts)),
         rollout_log_probs=torch.zeros(mask.shape).masked_scatter(mask, log_probs),
         token_ids=fa.TokenIds(token_ids, _offsets([len(r.token_ids) for r in rollouts])),
+        endings=torch.tensor([ENDINGS[r.exit_status] for r in rollouts]),
     )
 
 
