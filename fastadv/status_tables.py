@@ -185,7 +185,8 @@ SYSTEMS: dict[str, StatusTable] = {
     "mini-o3": StatusTable(
         "exceed_mask and void_mask of the batch",
         {"exceed_mask": _TURNS, "void_mask": _VOID},
-        "verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py, verl/workers/actor/dp_actor.py @8654dbf",
+        "verl/workers/rollout/vllm_rollout/vllm_async_engine.py @8654dbf",
+        "exceed_mask is a call too many at the cap of rounds, of images or of response tokens",
         flags=True,
     ),
     "mini-swe-agent": StatusTable(
