@@ -25,6 +25,9 @@ from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
 from fastadv.outcomes import Census, Ending, Outcome, Outcomes, Regime, census, outcomes_of, regime
+from fastadv.outcomes import Census, Ending, Outcome, census
+from fastadv.record import StepRecord
+from fastadv.record_file import RecordError, RecordWriter, read_records
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rewards import soft_overlong_penalty, stop_properly_penalty, truncation_mask, zero_on_cap
 from fastadv.segment_table import Segments, SegmentTable
@@ -58,10 +61,13 @@ __all__ = [
     "RescueStatistics",
     "Outcomes",
     "Regime",
+    "RecordError",
+    "RecordWriter",
     "Sampler",
     "SegmentTable",
     "Segments",
     "SequenceLogRatios",
+    "StepRecord",
     "TokenIds",
     "TokenIndex",
     "TokenLogProbs",
@@ -97,6 +103,7 @@ __all__ = [
     "question_one_arms",
     "rescue_weights",
     "regime",
+    "read_records",
     "score_centering_loss",
     "segment_tokens",
     "segments",

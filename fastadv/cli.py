@@ -1,4 +1,4 @@
-"""The command line: `fastadv replay`, `fastadv compare`, `fastadv convert`, `fastadv backends`."""
+"""The command line: `fastadv replay`, `fastadv compare`, `fastadv record`, `fastadv convert`, `fastadv backends`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from fastadv.record_cli import record
 from fastadv.replay.errors import ReplayError, counted, finite, plain
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def replay(
     finite("--kappa", kappa, least=0)
     finite("--solved-above", solved_above)
     finite("--max-memory", max_memory, least=0)
-    _claim(out, overwrite)
+    claim(out, overwrite)
     import torch
 
     from fastadv.replay.page import render
@@ -186,7 +187,7 @@ def replay(
     result = run(paths, model, options, Bars())
     show(result, console)
     files = {out / PAGE: render(result), out / NUMBERS: as_json(result)}
-    with _written(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             write(path, text)
@@ -229,7 +230,7 @@ def compare(
     """
     finite("--kappa", kappa, least=0)
     if out is not None:
-        with _written(out):
+        with writing(out):
             if os.path.lexists(out) and not overwrite:
                 raise ReplayError(f"{out} exists already; --overwrite replaces it")
             if not out.absolute().parent.is_dir():
@@ -249,17 +250,17 @@ def compare(
     for line in about(answer):
         console.print(f"• {safe(line)}")
     if out is not None:
-        with _written(out):
+        with writing(out):
             write(out, answer_json(answer))
         console.print(f"\nwrote {safe(str(out))}", soft_wrap=True)
 
 
-def _claim(out: Path, overwrite: bool) -> None:
+def claim(out: Path, overwrite: bool, names: tuple[str, ...] = (PAGE, NUMBERS, GRAM)) -> None:
     """Raises if a report would be overwritten or cannot be written, before anything is computed."""
-    with _written(out):
+    with writing(out):
         if out.exists() and not out.is_dir():
             raise ReplayError(f"--out {out} is a file; name a folder")
-        present = [name for name in (PAGE, NUMBERS, GRAM) if (out / name).exists()]
+        present = [name for name in names if (out / name).exists()]
         if present and not overwrite:
             raise ReplayError(f"{out} holds {' and '.join(present)} already; --overwrite replaces them")
         there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
@@ -270,7 +271,7 @@ def _claim(out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """What the system has against writing, as a message."""
     try:
         yield
@@ -304,7 +305,7 @@ def convert(
 ) -> None:
     """Convert a dump to the portable format: one safetensors file, safe to open and fast to read."""
     finite("--solved-above", solved_above)
-    with _written(out):
+    with writing(out):
         if os.path.lexists(out):  # a link to nowhere too
             raise ReplayError(f"{out} exists already")
         if not out.absolute().parent.is_dir():
@@ -317,10 +318,13 @@ def convert(
     rollouts = read(path, ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump))
     if rollouts.batch is None:
         raise ReplayError(f"{dump} cannot be converted: {rollouts.refused}")
-    with _written(out):
+    with writing(out):
         portable.write(out, rollouts.batch, rollouts.labels)
     written = counted(rollouts.batch.num_rollouts, "rollout")
     console.print(f"wrote {written} to {escape(plain(str(out)))}", soft_wrap=True)
+
+
+app.command()(record)
 
 
 @app.command()

@@ -94,13 +94,13 @@ def prompt_sums(
     baseline = baselines(arm, batch, statistics)
 
     def by_prompt(per_rollout: Tensor) -> Tensor:
-        return torch.zeros(groups.num_groups, dtype=torch.float64).index_add(0, groups.index, per_rollout)
+        return tokens.new_zeros(groups.num_groups).index_add(0, groups.index, per_rollout)
 
     def over_tokens(per_segment: Tensor) -> Tensor:
-        sums = torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, row, tokens * per_segment)
+        sums = tokens.new_zeros(batch.num_rollouts).index_add(0, row, tokens * per_segment)
         return by_prompt(sums)
 
-    row_tokens = torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, row, tokens)
+    row_tokens = tokens.new_zeros(batch.num_rollouts).index_add(0, row, tokens)
     weighted_baseline = torch.zeros_like(row_tokens).index_add(0, row, tokens * baseline)
     row_baseline = divided(weighted_baseline, row_tokens)
     ones, rewards = torch.ones_like(tokens), batch.rewards[row]

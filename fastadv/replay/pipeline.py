@@ -22,8 +22,10 @@ from fastadv.replay.arm_table import ArmRow, PromptSums, arm_row, prompt_sums
 from fastadv.replay.errors import ReplayError, counted, finite
 from fastadv.replay.gradients import GradientCells, GradientRow, compare, noise_floor, plug_in_rows
 from fastadv.replay.policy import Policy, score
-from fastadv.replay.predictions import Prediction, p1_two_outcomes, p7_variance_drop, two_outcome_prompts
+from fastadv.replay.predictions import p1_two_outcomes, p7_variance_drop, two_outcome_prompts
+from fastadv.replay.predictions_rollouts import TurnPairs, p2_direction, p4_amplification, p5_separation
 from fastadv.replay.readers import ReadOptions, Rollouts, read
+from fastadv.replay.verdicts import Prediction
 
 GRADIENTS = ("auto", "gram", "cells")
 NO_CONSTANT = "its factors differ from token to token, and a segment of the Gram has one"
@@ -202,6 +204,7 @@ class _Run:
         self.p1_prompts: list[Batch] = []
         self.turns = {outcome: torch.zeros(0, dtype=torch.int64) for outcome in Outcome}
         self.reached = torch.zeros(0, 2, dtype=torch.float64)
+        self.pairs: TurnPairs | None = None
         self.batches: list[Batch] = []  # whose Gram is taken: its cross terms need them all
         self.cells: GradientCells | None = None
         self.gradients_note = ""
@@ -267,6 +270,8 @@ class _Run:
                 results.append(result)
                 done(number + 1)
         self._add_curves(batch)
+        pairs = TurnPairs.of(batch)
+        self.pairs = pairs if self.pairs is None else self.pairs + pairs
         missing = self.options.p1_prompts - len(self.p1_prompts)
         if self.policy is not None:
             self.p1_prompts += two_outcome_prompts(batch, missing)
@@ -349,6 +354,10 @@ class _Run:
                         max_memory=self.options.max_memory, progress=done,
                     )  # fmt: skip
                 predictions.append(p1)
+            of = dict(zip((arm.name for arm in self.arms), sums, strict=False))
+            predictions.append(p4_amplification(of["b"], of["c"], seed=self.options.seed))
+            assert self.pairs is not None
+            predictions.append(p5_separation(self.pairs, seed=self.options.seed))
             predictions.append(p7_variance_drop(sums[-2], sums[-1], seed=self.options.seed))
         gram, plan, projections = None, "", None
         gradients: list[GradientRow] = []
@@ -359,6 +368,9 @@ class _Run:
             with self.progress.stage("statistics", None):
                 projections = project(gram, self.arms, buckets=self.options.buckets, seed=self.options.seed)
             gradients, floor = plug_in_rows(projections), projections.noise_floor
+            a, b = (next(arm for arm in self.arms if arm.name == name) for name in ("a", "b"))
+            predictions.append(p2_direction(gram, b, a, seed=self.options.seed))
+            predictions.sort(key=lambda p: p.name)
         elif self.cells is not None and self.cells.rollouts:
             gradients, floor = compare(self.cells), noise_floor(self.cells)
         tokens, total, largest = self.differences

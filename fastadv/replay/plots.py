@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,15 @@ def figures(result: ReplayResult) -> list[Figure]:
     return found
 
 
-def _draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int = 1) -> Figure:
+def label(text: str) -> str:
+    """Untrusted text as a plot may hold it: nothing that SVG, matplotlib's mathematics or its fonts take for their
+    own."""
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in " _-.,:=+/()%") else "?" for c in text)
+    return re.sub("-+", "-", kept).lstrip("_ ")[:40] or "?"
+
+
+def draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int = 1) -> Figure:
+    """A figure whose panels are painted by a function of their axes."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -70,7 +79,7 @@ def _turns(result: ReplayResult) -> Figure:
         axes[0].set_ylabel("share of its rollouts")
         axes[0].legend(frameon=False)
 
-    return _draw("Turns by outcome", "Succeed fast, fail slow would show as curves that move apart.", paint)
+    return draw("Turns by outcome", "Succeed fast, fail slow would show as curves that move apart.", paint)
 
 
 def _reward_by_turn(result: ReplayResult) -> Figure:
@@ -89,7 +98,7 @@ def _reward_by_turn(result: ReplayResult) -> Figure:
         share.set_ylim(0, 1)
 
     caption = "What the turn-reached baseline knows: the mean reward of the rollouts that got as far."
-    return _draw("Reward by turn reached", caption, paint)
+    return draw("Reward by turn reached", caption, paint)
 
 
 def _second_moments(result: ReplayResult) -> Figure:
@@ -101,7 +110,7 @@ def _second_moments(result: ReplayResult) -> Figure:
         axes[1].set_ylabel("implied reward for the cap")
 
     caption = "Left: the mean square advantage per token. Right: what running into the cap is paid."
-    return _draw("Advantages by arm", caption, paint, panels=2)
+    return draw("Advantages by arm", caption, paint, panels=2)
 
 
 def _alignments(projections: Projections) -> Figure:
@@ -124,7 +133,7 @@ def _alignments(projections: Projections) -> Figure:
         "How far each arm's difference from the reference lies along grad P(cap), with 95 % intervals: in these "
         "rollouts (plug-in), where noise on both sides makes a cosine out of nothing, and from pairs of other prompts."
     )
-    return _draw("What arms add, along the cap", caption, paint)
+    return draw("What arms add, along the cap", caption, paint)
 
 
 def _by_bucket(result: ReplayResult, scopes: tuple[str, ...], what: str) -> Figure:
@@ -145,4 +154,4 @@ def _by_bucket(result: ReplayResult, scopes: tuple[str, ...], what: str) -> Figu
     caption = (
         f"Each arm's gradient against the reference, by {what}: (b) mask, (c) mask with survivors, (e) turn-reached."
     )
-    return _draw(f"Gradients by {what}", caption, paint, panels=2)
+    return draw(f"Gradients by {what}", caption, paint, panels=2)

@@ -1,13 +1,15 @@
 """Predictions that logged rollouts decide: one function each, with its threshold, interval and verdict.
 
-P1 is the two-outcome identity (docs/theory.md, 7), P7 what the turn-reached baseline removes (docs/theory.md, 14).
+P1 is the two-outcome identity (docs/theory.md, 7), P7 what the turn-reached baseline removes (docs/theory.md, 14). What
+logged rollouts say of P2, P4 and P5 is in predictions_rollouts.py, what training runs say of P3 to P6 in
+predictions_runs.py.
 Claims and thresholds were written down before any rollouts were looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,23 +22,10 @@ from fastadv.replay.arm_table import PromptSums
 from fastadv.replay.errors import counted
 from fastadv.replay.gradients import policy_gradients
 from fastadv.replay.policy import Policy
+from fastadv.replay.verdicts import FALSIFIED, NO_DATA, SUPPORTED, UNDECIDED, Prediction
 from fastadv.segment_table import SegmentTable
 
-SUPPORTED, FALSIFIED, UNDECIDED, NO_DATA = "supported", "falsified", "undecided", "no data"
 P7_SUPPORTED, P7_FALSIFIED = 0.20, 0.10
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A prediction's statistic, what it is held against, and what follows."""
-
-    name: str
-    claim: str
-    statistic: dict[str, float]
-    threshold: str
-    interval: tuple[float, float] | None  # 95 %, by a bootstrap over prompts
-    verdict: str
-    detail: str
 
 
 def p7_variance_drop(
@@ -72,7 +61,8 @@ def p7_variance_drop(
         if clear
         else "the interval reaches over the threshold: more prompts would help"
     )
-    return Prediction("P7", claim, {"variance drop": drop}, threshold, (low, high), verdict, detail)
+    name, interval = "variance drop", (low, high)
+    return Prediction("P7", claim, {name: drop}, threshold, interval, verdict, detail, {name: interval})
 
 
 # ---- P1 --------------------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from fastadv.replay.arm_table import ArmRow
 from fastadv.replay.errors import counted, plain
 from fastadv.replay.gradient_tables import flat_tables, projection_tables
 from fastadv.replay.pipeline import Agreement, ReplayResult
-from fastadv.replay.predictions import NO_DATA, P7_SUPPORTED, SUPPORTED, Prediction
-from fastadv.replay.tables import Table, number, percent, times
+from fastadv.replay.predictions import P7_SUPPORTED
+from fastadv.replay.tables import Table, number, percent, significant, times
+from fastadv.replay.verdicts import NO_DATA, SUPPORTED, Prediction
 
 FORMAT, VERSION = "fastadv replay", 2  # docs/report_json.md describes it
 PROMPTS_SHOWN = 20
@@ -40,7 +41,7 @@ def tables(result: ReplayResult) -> list[Table]:
     elif result.gradients:
         found += flat_tables(result.gradients, result.noise_floor)
     if result.predictions:
-        found.append(_predictions(result))
+        found.append(predictions_table(result.predictions, "(docs/theory.md, 7 and 14; docs/step_record.md)"))
     return found
 
 
@@ -157,15 +158,17 @@ def _denominators(result: ReplayResult) -> Table:
     return Table("Effective weight", caption, columns, rows)
 
 
-def _predictions(result: ReplayResult) -> Table:
+def predictions_table(predictions: list[Prediction], where: str) -> Table:
+    """Every prediction with what it is held against; `where` says where that is written."""
     rows = []
-    for p in result.predictions:
-        statistics = [f"{name}: {value:.3g}" for name, value in p.statistic.items()] or ["–"]
-        interval = "–" if p.interval is None else f"{p.interval[0]:.3f} to {p.interval[1]:.3f}"
-        rows.append([p.name, "\n".join(statistics), interval, p.threshold, p.verdict])
-    caption = "Claims and thresholds are fixed in fastadv (docs/theory.md, 7 and 14) and not fitted to these rollouts. "
-    caption += "Intervals are 95 %, by a bootstrap over prompts. "
-    caption += " ".join(f"{p.name}: {p.claim} ({p.detail})." for p in result.predictions)
+    for p in predictions:
+        statistics = [f"{name}: {significant(value)}" for name, value in p.statistic.items()] or ["–"]
+        found = [p.intervals.get(name) for name in p.statistic]
+        intervals = ["–" if one is None else f"{one[0]:.3f} to {one[1]:.3f}" for one in found] or ["–"]
+        rows.append([p.name, "\n".join(statistics), "\n".join(intervals), p.threshold.replace("; ", "\n"), p.verdict])
+    caption = f"Claims and thresholds are fixed in fastadv {where} and not fitted to these rollouts. "
+    caption += "Intervals are 95 %, by a bootstrap over prompts or by Student's t over runs. "
+    caption += " ".join(f"{p.name}: {p.claim} ({p.detail})." for p in predictions)
     return Table("Predictions", caption, ["", "statistic", "interval", "threshold", "verdict"], rows)
 
 
@@ -182,6 +185,8 @@ def _meaning(p: Prediction) -> str:
         if p.verdict == SUPPORTED:
             return "the pipeline passes its self-check, in which masked gradients are what the algebra says they are"
         return "the pipeline fails its self-check: do not rely on the gradients below"
+    if p.name != "P7":
+        return ", ".join(f"{name} {significant(value)}" for name, value in p.statistic.items()) + f"; {p.detail}"
     drop = p.statistic["variance drop"]
     done = f"cuts the mean square advantage per token by {drop:.1%}"
     if drop < 0:

@@ -21,6 +21,11 @@ def number(value: float, digits: int = 3) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def significant(value: float) -> str:
+    """A number of any size for people; a dash where there is none."""
+    return "–" if math.isnan(value) else f"{value:.3g}"
+
+
 def times(value: float) -> str:
     """A factor for people."""
     return "–" if math.isnan(value) else f"{value:.2f}x"
