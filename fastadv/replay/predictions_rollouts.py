@@ -31,8 +31,8 @@ from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import PromptSums, baselines
 from fastadv.replay.verdicts import Prediction, Rule, judged, no_data, weighted_slopes
 
-P2_COSINE = Rule(above=0.5, null=0.0, effect=0.5)  # 0: no more along the cap than any direction
-P2_ELASTICITY = Rule(above=0.0, null=0.0, effect=0.5)  # 1: the norm is proportional to b; 0: it is flat
+P2_COSINE = Rule(above=0.5, null=0.1, effect=0.5)  # 0: no more along the cap than along any direction
+P2_ELASTICITY = Rule(above=0.1, null=0.1, effect=0.5)  # 1: the norm is proportional to b; 0: it is flat
 P4_GAP = Rule(above=0.0, null=0.0, effect=0.01)  # reward
 P4_SLOPE = Rule(above=0.0, null=0.0, effect=0.05)  # reward per unit of the cap rate
 P5_SEPARATION = Rule(above=0.5, null=0.5, effect=0.55)  # 0.5: turns tell nothing about the outcome
