@@ -64,7 +64,8 @@ def test_the_examples_numbers(report: tuple[str, str, dict[str, Any]]) -> None:
     assert whole["b"]["cosine"] == whole["d1"]["cosine"] < 1
     scopes = {row["scope"] for row in numbers["gradients"]}
     assert {"turn 1", "turns 3-4", "hard (< 1/3)", "easy (> 2/3)"} <= scopes
-    p1, p7 = numbers["predictions"]
+    assert [p["name"] for p in numbers["predictions"]] == ["P1", "P2", "P4", "P5", "P7"]
+    p1, *_, p7 = numbers["predictions"]
     assert (p1["name"], p1["verdict"]) == ("P1", "supported")
     assert max(p1["statistic"].values()) < 1e-4
     assert p7["name"] == "P7"

@@ -16,7 +16,7 @@ from examples.frozen_lake import environment, train
 from examples.frozen_lake.environment import ACTIONS, MAX_TURNS, TURN_TOKENS, WORD_IDS, WORDS, Episode, decode, encode
 from examples.frozen_lake.policy import Sampler, full_pass, load_policy, new_policy, save_policy
 from examples.frozen_lake.rollouts import Rollout, load_dump, sample_rollouts, save_dump, to_batch
-from fastadv import Outcome, outcomes_of
+from fastadv import Outcome, outcomes_of, read_records
 
 FOLDER = Path(environment.__file__).parent
 MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
@@ -278,6 +278,11 @@ def test_command_writes_and_does_not_overwrite(tmp_path):
     assert run("--rollouts", "2", "--arm", "d0.3")[0] == 0
     weights, log = tmp_path / "policy" / "model.safetensors", tmp_path / "rollouts.pt"
     assert len(load_dump(log)) == 16
+    (record,) = read_records(tmp_path / "record.jsonl")
+    assert (record.step, record.arm, record.coin_seed, record.run, record.rollouts) == (0, "d0.3", 0, "seed 0", 128)
+    assert record.update_norm > 0
+    assert record.loss_metrics.keys() >= {"entropy", "approx_kl"}
+    assert record.census.solved == record.success_rate * 128
     written = weights.read_bytes(), log.read_bytes()
     code, output = run()
     assert (code, "--overwrite" in output) == (2, True)
@@ -286,4 +291,5 @@ def test_command_writes_and_does_not_overwrite(tmp_path):
     assert (weights.read_bytes(), log.read_bytes()) == written
     assert run("--overwrite", "--seed", "1")[0] == 0
     assert weights.read_bytes() != written[0]
+    assert [one.arm for one in read_records(tmp_path / "record.jsonl")] == ["a"]
     assert not log.exists()  # it was the log of another policy

@@ -143,9 +143,8 @@ def gram_of(along: float, power: float, noise: float = 0.05, seed: int = 0) -> S
         rewards += [float(end == 0) for end in ends]
         for end in ends:
             mean = v if end == 2 else v - along * v - math.sqrt(1 - along**2) * z
-            gradients.append(
-                solved**power * (mean + noise * torch.randn(parameters, generator=generator, dtype=torch.float64))
-            )
+            wobble = torch.randn(parameters, generator=generator, dtype=torch.float64)
+            gradients.append(solved**power * (mean + noise * wobble))
     rows = prompts * size
     batch = fa.Batch.of(
         mask=torch.ones(rows), cu_seqlens=torch.arange(rows + 1), rewards=torch.tensor(rewards),
@@ -162,9 +161,9 @@ def gram_of(along: float, power: float, noise: float = 0.05, seed: int = 0) -> S
     [
         (0.95, 0.0, SUPPORTED, ""),
         (0.6, 0.0, SUPPORTED, ""),
-        (0.3, 0.0, UNDECIDED, "cosine is open"),  # along the cap, but by less than was predicted
-        (0.0, 0.0, FALSIFIED, "cosine is against it"),
-        (-0.5, 0.0, FALSIFIED, "cosine is against it"),
+        (0.3, 0.0, UNDECIDED, "cosine with the cap is open"),  # along the cap, but by less than was predicted
+        (0.0, 0.0, FALSIFIED, "cosine with the cap is against it"),
+        (-0.5, 0.0, FALSIFIED, "cosine with the cap is against it"),
         (0.95, -1.0, UNDECIDED, "elasticity in b is open"),  # nearly flat in b, and too few prompts to tell
         (0.95, -1.3, FALSIFIED, "elasticity in b is against it"),
         (0.95, -2.0, FALSIFIED, "elasticity in b is against it"),
@@ -172,7 +171,7 @@ def gram_of(along: float, power: float, noise: float = 0.05, seed: int = 0) -> S
 )
 def test_p2_on_both_sides_of_its_thresholds(along: float, power: float, verdict: str, against: str) -> None:
     p = p2_direction(gram_of(along, power, seed=2), ARMS["b"], ARMS["a"], draws=200)
-    assert p.statistic["cosine"] == pytest.approx(along, abs=0.1)
+    assert p.statistic["cosine with the cap"] == pytest.approx(along, abs=0.1)
     assert p.statistic["cosine, other half"] == pytest.approx(along, abs=0.1)
     assert p.statistic["elasticity in b"] == pytest.approx(1 + power, abs=0.35)
     assert p.verdict == verdict

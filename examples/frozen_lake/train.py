@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,13 @@ class Step(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The training loss of a batch."""
+    """The training loss of a batch, and what it was made of."""
 
     total: Tensor  # 0-d
     entropy: Tensor  # 0-d, mean over sampled tokens, nats, without gradient
+    treated: fa.ArmResult
+    statistics: fa.FrozenStatistics
+    metrics: dict[str, Tensor]
 
 
 def arms(seed: int = 0) -> dict[str, fa.Arm]:
@@ -78,7 +82,7 @@ def training_loss(model: LlamaForCausalLM, batch: fa.Batch, arm: fa.Arm, entropy
     statistics = fa.freeze(batch)
     treated = arm.apply(batch, statistics)
     log_probs, entropy = full_pass(model, batch)  # [N], [N]
-    policy_loss, _ = fa.policy_loss(
+    policy_loss, metrics = fa.policy_loss(
         log_probs,
         batch.rollout_log_probs,
         treated.advantages,
@@ -90,11 +94,14 @@ def training_loss(model: LlamaForCausalLM, batch: fa.Batch, arm: fa.Arm, entropy
     )
     kept = (entropy * batch.rows.spread(treated.weights)).sum()
     bonus = entropy_bonus * kept / (batch.num_rollouts * MAX_TURNS)
-    return Loss(policy_loss - bonus, entropy.detach().sum() / batch.mask.sum())
+    mean_entropy = entropy.detach().sum() / batch.mask.sum()
+    return Loss(policy_loss - bonus, mean_entropy, treated, statistics, {**metrics, "entropy": mean_entropy})
 
 
-def train(model: LlamaForCausalLM, arm: fa.Arm, settings: Settings) -> Iterator[Step]:
-    """Trains in place, on-policy, with one update an iteration; yields after each.
+def train(
+    model: LlamaForCausalLM, arm: fa.Arm, settings: Settings, writer: fa.RecordWriter | None = None
+) -> Iterator[Step]:
+    """Trains in place, on-policy, with one update an iteration; yields after each, and writes its step record.
 
     Deterministic: the same settings and number of threads give the same weights.
     """
@@ -102,6 +109,7 @@ def train(model: LlamaForCausalLM, arm: fa.Arm, settings: Settings) -> Iterator[
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99))
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / WARM_UP))
     for iteration in range(settings.iterations):
+        began = time.perf_counter()
         rollouts = sample_rollouts(model, draw_maps(settings.maps, settings.rollouts, generator), generator)
         batch = to_batch(rollouts, first_id=iteration * len(rollouts))
         loss = training_loss(model, batch, arm, settings.entropy_bonus)
@@ -111,7 +119,14 @@ def train(model: LlamaForCausalLM, arm: fa.Arm, settings: Settings) -> Iterator[
         optimizer.step()
         warm_up.step()
         after = parameters_to_vector(model.parameters()).detach()
-        yield Step(*outcome_rates(batch), float(loss.entropy), float((after - before).norm()))
+        update_norm = (after - before).norm()
+        if writer is not None:
+            record = fa.StepRecord.of(
+                batch, loss.treated, loss.statistics, step=iteration, arm=arm, run=f"seed {settings.seed}",
+                loss_metrics=loss.metrics, update_norm=update_norm, wall_clock_s=time.perf_counter() - began,
+            )  # fmt: skip
+            writer.write(record)
+        yield Step(*outcome_rates(batch), float(loss.entropy), float(update_norm))
 
 
 def draw_maps(maps: int, rollouts: int, generator: torch.Generator) -> list[int]:
@@ -139,7 +154,9 @@ ARM_HELP = "; ".join(f"{name}: {arm.description}" for name, arm in arms().items(
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for policy/ and rollouts.pt.")] = Path("out/frozen_lake"),
+    out: Annotated[Path, typer.Option(help="Folder for policy/, rollouts.pt and record.jsonl.")] = Path(
+        "out/frozen_lake"
+    ),
     arm: Annotated[str, typer.Option(help=f"How rollouts at the turn cap are treated. {ARM_HELP}.")] = "a",
     iterations: Annotated[int, typer.Option(min=1, help="Updates; about 0.3 s each.")] = Settings.iterations,
     seed: Annotated[int, typer.Option(min=0, help="First weights, maps, slips, actions and coins.")] = Settings.seed,
@@ -158,13 +175,14 @@ def main(
     Advantages and the policy loss are fastadv's.
 
     policy/ loads with transformers' AutoModelForCausalLM, rollouts.pt is a
-    Miles debug dump; `fastadv replay` reads both.
+    Miles debug dump; `fastadv replay` reads both. record.jsonl has a line an
+    iteration; `fastadv record` draws it, beside those of other arms.
     """
     choices = arms(seed)
     if arm not in choices:
         raise typer.BadParameter(f"{arm!r} is none of {', '.join(choices)}", param_hint="--arm")
-    policy_dir, rollouts_path = out / "policy", out / "rollouts.pt"
-    present = [str(path) for path in (policy_dir, rollouts_path) if path.exists()]
+    policy_dir, rollouts_path, record_path = out / "policy", out / "rollouts.pt", out / "record.jsonl"
+    present = [str(path) for path in (policy_dir, rollouts_path, record_path) if path.exists()]
     if present and not overwrite:
         raise typer.BadParameter(f"{' and '.join(present)} would be replaced; add --overwrite", param_hint="--out")
 
@@ -173,8 +191,11 @@ def main(
     settings = Settings(iterations, seed, learning_rate=learning_rate, entropy_bonus=entropy_bonus)
     model = new_policy(seed)
     console = Console()
-    console.print(_table(f"arm {arm}, seed {seed}", _followed(train(model, choices[arm], settings), settings, console)))
     policy_dir.mkdir(parents=True, exist_ok=True)
+    record_path.unlink(missing_ok=True)  # a writer appends
+    with fa.RecordWriter(record_path) as writer:
+        steps = _followed(train(model, choices[arm], settings, writer), settings, console)
+    console.print(_table(f"arm {arm}, seed {seed}", steps))
     save_policy(model, policy_dir)
     rollouts_path.unlink(missing_ok=True)  # never the log of another policy beside this one
     if rollouts:

@@ -67,7 +67,10 @@ def p2_direction(gram: SegmentGram, masked: Arm, reference: Arm, *, draws: int =
     if not of or not of[PLUG_IN].difference.value > 0:
         return no_data("P2", claim, "the mask changes no gradient: no rollout that it takes had a baseline")
     elasticity = norm_elasticity(gram, rollouts, masked, reference, draws=draws, seed=seed)
-    found = {"cosine": (of[U_STATISTIC].cap_cosine, P2_COSINE), "elasticity in b": (elasticity, P2_ELASTICITY)}
+    found = {
+        "cosine with the cap": (of[U_STATISTIC].cap_cosine, P2_COSINE),
+        "elasticity in b": (elasticity, P2_ELASTICITY),
+    }
     return judged("P2", claim, found, falsifiers=found, shown={"cosine, other half": of[PLUG_IN].cap_cosine})
 
 
