@@ -6,6 +6,7 @@ docs/step_record.md describes every field; fastadv/record_file.py writes and rea
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import types
 import typing
@@ -374,12 +375,12 @@ OUTCOMES = tuple(outcome.name.lower() for outcome in Outcome)
 
 
 def arm_settings(arm: Arm) -> dict[str, Any]:
-    """Every field of an arm but its name, as JSON has it; outcomes by name."""
+    """Every field of an arm but its name, as JSON has it; outcomes and endings by name."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return [plain(item) for item in value]
-        return value.name if isinstance(value, Outcome) else value
+        return value.name if isinstance(value, enum.Enum) else value
 
     return {f.name: plain(getattr(arm, f.name)) for f in dataclasses.fields(arm) if f.name != "name"}
 

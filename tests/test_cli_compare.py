@@ -37,6 +37,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.row(48)
 def test_compare_gives_the_replays_numbers(replayed: Path, tmp_path: Path) -> None:
     """Without model and dump, over the rollouts of both dumps."""
     out = tmp_path / "arms.json"

@@ -96,6 +96,7 @@ def test_e5_a_survivor_baseline_amplifies_the_subsidy(one: Enumeration, size: in
     close(arm(e, baseline="loo", singleton="zero", **survivors), alone_dropped * (grad_j + j / p * grad_cap))
 
 
+@pytest.mark.row(15)
 def test_e6_two_outcomes_are_rescaled(one: Enumeration) -> None:
     alone, e = Enumeration.of(TWO_OUTCOMES, 1), Enumeration.of(TWO_OUTCOMES, 4)
     j, grad_j = alone.mean(alone.rewards), alone.gradient_of(alone.rewards)
@@ -104,6 +105,7 @@ def test_e6_two_outcomes_are_rescaled(one: Enumeration) -> None:
     close(arm(e, baseline="mean", **survivors), torch.zeros(3, dtype=torch.float64))
 
 
+@pytest.mark.row(15)
 def test_e6_on_samples() -> None:
     """Per sampled group: masked = (1 - R) * un-baselined reference, and R (1 - R) mean(S) off the baselined one."""
     e = Enumeration.of(TWO_OUTCOMES, 4)

@@ -150,6 +150,7 @@ def test_the_comparison_by_hand(exact: Policy, batch: fa.Batch) -> None:
     assert {scope for scope, _ in rows} >= {"all", "turn 1", "turn 2", "turns 3-4"}
 
 
+@pytest.mark.row(15, 46)
 def test_p1_holds_to_rounding(exact: Policy, folder: Path, batch: fa.Batch) -> None:
     prompts = two_outcome_prompts(batch, 5)
     assert len(prompts) == 5

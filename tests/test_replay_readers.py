@@ -379,6 +379,7 @@ def portable_file(tmp_path: Path) -> tuple[Path, Any]:
     return path, rollouts
 
 
+@pytest.mark.row(48)
 def test_the_portable_format_keeps_everything(tmp_path: Path) -> None:
     path, rollouts = portable_file(tmp_path)
     again = read(path, ReadOptions())

@@ -55,6 +55,7 @@ def sums_of(arm: Arm, batch: fa.Batch) -> PromptSums:
 INFORMATIVE = TurnAgent((0.3, 0.4, 0.2, 0.1, 0.1), (0.95, 0.8, 0.2, 0.05, 0.05))
 
 
+@pytest.mark.row(14)
 @pytest.mark.parametrize(
     ("agent", "size", "reference", "changes"),
     [
@@ -79,6 +80,7 @@ def test_what_the_turn_tells_at_finite_group_size(
         assert turned / plain - 1 == pytest.approx(change, abs=6e-4)
 
 
+@pytest.mark.row(14)
 def test_e9d_explained_variance_is_within_prompts() -> None:
     """Over an easy and a hard prompt the pooled variance is large, and the turn explains next to none of it within."""
     easy, hard = TurnAgent((0.9,) * 3, (0.9,) * 3), TurnAgent((0.1,) * 3, (0.1,) * 3)
@@ -181,6 +183,7 @@ def with_squares(values: Tensor) -> PromptSums:
     return PromptSums(**{name: values if name == "squares" else ones for name in PromptSums.__dataclass_fields__})
 
 
+@pytest.mark.row(46)
 @pytest.mark.parametrize(
     ("drop", "spread", "verdict", "clear"),
     [
