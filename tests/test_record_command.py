@@ -158,6 +158,14 @@ def test_what_was_repeated_or_torn_is_said(tmp_path: Path) -> None:
     assert found.remarks[1] == "a.jsonl: 2 records of steps that were repeated later, left out"
 
 
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "record.jsonl" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        written(path, run(2))
+    assert [one.file for one in report(paths).runs] == ["a/record.jsonl", "b/record.jsonl"]
+
+
 def test_mistakes(tmp_path: Path) -> None:
     good, out = written(tmp_path / "good.jsonl", run(2)), tmp_path / "out"
     broken, empty = tmp_path / "broken.jsonl", tmp_path / "empty.jsonl"
@@ -166,6 +174,9 @@ def test_mistakes(tmp_path: Path) -> None:
     fails("record", broken, "--out", out, message=r"broken\.jsonl, line 1: field 'step' is missing")
     fails("record", empty, "--out", out, message="has no record")
     fails("record", tmp_path / "none.jsonl", "--out", out, message="No such file")
+    fails(
+        "record", good, tmp_path / "." / "good.jsonl", "--out", out, message="is named twice; its runs would count as"
+    )
     fails("record", good, "--out", out, "--role", "best=x", message="is no ROLE=FILE with one of reference, mask")
     fails("record", good, "--out", out, "--role", "rescue:2=x", message="is no ROLE=FILE")
     fails("record", good, "--out", out, "--role", "drop=x", message="x is none of the files")

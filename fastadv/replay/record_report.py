@@ -54,6 +54,11 @@ def report(paths: Sequence[Path], roles: Sequence[str] = ()) -> RecordReport:
     Raises:
         ReplayError: a file or a role that cannot be used.
     """
+    seen = Counter(path.resolve() for path in paths)
+    twice = next((path for path in paths if seen[path.resolve()] > 1), None)
+    if twice is not None:
+        raise ReplayError(f"{twice} is named twice; its runs would count as seeds of their own")
+    names = Counter(path.name for path in paths)
     given = dict(_role(text, paths) for text in roles)
     runs: list[RecordedRun] = []
     remarks: list[str] = []
@@ -72,7 +77,8 @@ def report(paths: Sequence[Path], roles: Sequence[str] = ()) -> RecordReport:
             if len(steps) < len(found):
                 again = counted(len(found) - len(steps), "record")
                 remarks.append(f"{path.name}: {again} of steps that were repeated later, left out")
-            runs.append(RecordedRun(path.name, arm, run, given.get(path) or role_of(steps), steps))
+            name = path.name if names[path.name] == 1 else f"{path.absolute().parent.name}/{path.name}"
+            runs.append(RecordedRun(name, arm, run, given.get(path) or role_of(steps), steps))
     return RecordReport(runs, predictions(runs), remarks)
 
 
@@ -154,7 +160,7 @@ def record_tables(found: RecordReport) -> list[Table]:
             [
                 plain(run.file), plain(run.arm), plain(run.run) or "–", run.role or "–",
                 f"{records[0].step:,} to {last.step:,}", f"{sum(r.rollouts for r in records):,}",
-                f"{sum(r.tokens for r in records):,}", f"{seconds / 3600:.2f}" if seconds else "–",
+                f"{sum(r.tokens for r in records):,}", significant(seconds / 3600) if seconds else "–",
                 last.statistics_hash[:16] if last.statistics_hash else "–",
             ]
         )  # fmt: skip
