@@ -1,0 +1,1 @@
+"""Advantage estimators under the names of the frameworks that own them: docs/estimators.md."""
