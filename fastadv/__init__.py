@@ -7,6 +7,7 @@ from fastadv.batch import Batch, TokenIds, pad, unpad
 from fastadv.coins import RescueSampler, RescueStatistics, exclusion_weights, in_any_row, keep, rescue_weights
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.divisors import DIVISORS, Divisor, divisor
+from fastadv.estimators import ESTIMATORS, Estimate, Estimator, anchor_groups, estimate, similar_anchors
 from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import KL, PRESETS, Correction, LossConfig
 from fastadv.matched_update import MatchedUpdate, UpdateNorm, matched_update, update_norms
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DIVISORS",
+    "ESTIMATORS",
     "KL",
     "PRESETS",
     "Arm",
@@ -51,6 +53,8 @@ __all__ = [
     "Denominators",
     "Divisor",
     "Ending",
+    "Estimate",
+    "Estimator",
     "FrozenStatistics",
     "GroupIndex",
     "LossConfig",
@@ -72,6 +76,7 @@ __all__ = [
     "TokenIndex",
     "TokenLogProbs",
     "UpdateNorm",
+    "anchor_groups",
     "backends",
     "census",
     "checks",
@@ -83,6 +88,7 @@ __all__ = [
     "ending",
     "endings",
     "flagged_endings",
+    "estimate",
     "freeze",
     "freeze_statistics",
     "global_norm",
@@ -108,6 +114,7 @@ __all__ = [
     "segment_tokens",
     "segments",
     "sequence_log_ratios",
+    "similar_anchors",
     "singleton_rows",
     "soft_overlong_penalty",
     "stop_properly_penalty",

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from fastadv import validation
+from fastadv.estimators.anchors import anchor_groups
 from fastadv.groups import GroupIndex, Labels, group_index
 from fastadv.ops.turn_ids import segments
 from fastadv.segment_table import Segments, SegmentTable
@@ -103,6 +104,14 @@ class Inputs:
 
 
 Function = Callable[[Inputs], Estimate]
+T = TypeVar("T")
+
+
+def needed(value: T | None) -> T:
+    """An input that the estimator needs, which `estimate` has seen to."""
+    if value is None:
+        raise AssertionError("an estimator reads an input that it does not list in needs")
+    return value
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,8 @@ def estimate(
         include: `[B]` bool, False where a filter took the rollout out: its advantage is 0. Whether it votes is the
             owner's affair, see `Estimator.masking`.
         turn_ids: turn of each token, like the mask, or a Segments.
-        anchor_ids: `[S]` labels of the observations that turns started from, compared within a group, or a GroupIndex.
+        anchor_ids: `[S]` labels of the observations that turns started from, compared within a prompt, or what
+            `fastadv.anchor_groups` made of them.
         step_rewards: `[S]`, one number a (rollout, turn), in the order of the Segments.
         token_rewards, values, log_probs, sum_p2, is_weights: like the mask.
         greedy_rewards: `[B]`, rewards of the greedy rollouts.
@@ -268,7 +278,7 @@ def estimate(
             lengths=lengths,
             include=include,
             segments=turns,
-            anchors=None if anchor_ids is None else group_index(anchor_ids, op=op),
+            anchors=_anchors(op, anchor_ids, groups, turns),
             step_rewards=step_rewards,
             token_rewards=token_rewards,
             values=values,
@@ -281,6 +291,14 @@ def estimate(
             backend=backend,
         )
     )
+
+
+def _anchors(
+    op: str, anchor_ids: Labels | None, groups: GroupIndex | None, turns: Segments | None
+) -> GroupIndex | None:
+    if anchor_ids is None or isinstance(anchor_ids, GroupIndex):
+        return anchor_ids
+    return anchor_groups(anchor_ids, needed(groups), needed(turns), op=op)
 
 
 def _check_option(op: str, found: Estimator, name: str, value: Any) -> None:
