@@ -14,6 +14,7 @@ from fastadv.groups import GroupIndex
 from fastadv.ops.group_advantages import group_advantages
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.segment_table import Segments, SegmentTable
+from fastadv.statistics import check_rows
 
 MODES = ("mean_norm", "mean_std_norm")
 AGENT = STD._replace(singleton="raw")
@@ -50,6 +51,7 @@ register("grpo/verl-agent-trajectory", AGENT, GRPO, "A = (R - mean_G R) / (std_G
 def discounted(step_rewards: Tensor, index: Segments, gamma: float) -> Tensor:
     """Return of each turn, sum_{k >= t} gamma^(k - t) r_k over its rollout, `[S]` float64. Waits for a GPU to learn the
     largest number of turns."""
+    check_rows(OP, "step_rewards", step_rewards, index.count, index.offsets.device)
     turns = index.turns()
     longest = int(turns.max()) if index.count else 0
     row = torch.repeat_interleave(torch.arange(index.num_rows, device=turns.device), turns, output_size=index.count)

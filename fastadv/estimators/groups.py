@@ -263,11 +263,12 @@ for _name, _convention, _code_path in PLAIN:
 
 
 def opo(inputs: Inputs, convention: Convention) -> Tensor:
-    """Rewards weighted by lengths in the mean."""
+    """The mean weights rewards by lengths."""
     lengths = inputs.lengths
     if lengths is None:
         lengths = token_counts(needed(inputs.mask), inputs.cu_seqlens, backend=inputs.backend)
-    return advantages(inputs, convention, votes=lengths)
+    result = advantages(inputs, convention, votes=lengths)
+    return torch.where(lengths == 0, torch.zeros_like(result), result)  # no token to have an advantage
 
 
 register(
@@ -281,7 +282,8 @@ def gpg(inputs: Inputs, convention: Convention) -> Tensor:
     centred = advantages(inputs, convention, rewards=_wide(inputs))
     voting = voters(inputs, convention).voting(centred)
     scored = voting & (_wide(inputs) != 0)
-    return _narrow(centred * (voting.sum() / scored.sum().clamp(min=1)), inputs)
+    alpha = voting.sum(dtype=torch.float64) / scored.sum(dtype=torch.float64).clamp(min=1)
+    return _narrow(centred * alpha, inputs)
 
 
 register(
