@@ -327,3 +327,40 @@ def test_the_registry_cannot_be_written() -> None:
         estimator("grpo/verl", equation="", code_path="")
     with pytest.raises(ValueError, match="an input is 'nonsense'"):
         estimator("mine/me", equation="", code_path="", needs=("nonsense",))
+
+
+@pytest.mark.row(50)
+@pytest.mark.parametrize("name", FORMS)
+def test_an_empty_batch(name: str) -> None:
+    extra = {"lengths": torch.ones(0)} if name == "opo/verl" else {}
+    assert fa.estimate(name, torch.ones(0), [], **extra).advantages.shape == (0,)
+    nobody = {"include": torch.zeros(2, dtype=torch.bool)} if "include" in fa.ESTIMATORS[name].reads else {}
+    if nobody:
+        extra = {"lengths": torch.ones(2)} if name == "opo/verl" else {}
+        assert not fa.estimate(name, R, LABELS, **nobody, **extra).advantages.any()
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_low_precision_and_whole_rewards(name: str, dtype: torch.dtype) -> None:
+    rewards, labels = torch.tensor([1, 0, 4, 2, 2]), [0, 1, 0, 1, 0]
+    extra = {"lengths": torch.tensor([1, 2, 3, 4, 5])} if name == "opo/verl" else {}
+    exact = fa.estimate(name, rewards.double(), labels, **extra).advantages
+    result = fa.estimate(name, rewards.to(dtype), labels, **extra).advantages
+    assert result.dtype == torch.float32
+    close(result, exact, 1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in FORMS if oracle.FORMS[n].method != "gpg"])
+@given(batch=batches(smallest=2), seed=st.integers(0, 99))
+def test_order_labels_and_other_groups_do_not_matter(name: str, batch: dict[str, Any], seed: int) -> None:
+    """Permuted rows give permuted advantages, and each group alone gives what it gives in the batch."""
+    extra = {"lengths": torch.tensor(batch["lengths"])} if name == "opo/verl" else {}
+    rewards, labels = rewards_of(batch), torch.tensor(batch["labels"])
+    whole = fa.estimate(name, rewards, labels, **extra).advantages
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    moved = {key: value[order] for key, value in extra.items()}
+    close(fa.estimate(name, rewards[order], 7 - labels[order], **moved).advantages, whole[order])
+    one = labels == labels[0]
+    alone = {key: value[one] for key, value in extra.items()}
+    assert torch.equal(fa.estimate(name, rewards[one], labels[one], **alone).advantages, whole[one])

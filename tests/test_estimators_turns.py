@@ -188,3 +188,20 @@ def test_bad_inputs(changed: dict[str, Any], message: str) -> None:
     fa.estimate("gigpo/verl-agent", **given)
     with pytest.raises(ValueError, match=message):
         fa.estimate("gigpo/verl-agent", **{**given, **changed})
+
+
+def test_rollouts_without_a_turn() -> None:
+    """They have no row in verl-agent's batch: no vote, no advantage."""
+    turn_ids, cu_seqlens = turns_of([2, 0, 1])
+    rewards, labels = torch.tensor([1.0, 9.0, 0.0]), [0, 0, 0]
+    given = {"turn_ids": turn_ids, "cu_seqlens": cu_seqlens}
+    close(fa.estimate("grpo/verl-agent", rewards, labels, **given).advantages[1:2], [0.0])
+    table = fa.estimate(
+        "gigpo/verl-agent", rewards, labels, anchor_ids=[0, 1, 2], step_rewards=torch.zeros(3), **given
+    ).advantages
+    close(table.values, [1 / 3, 1 / 3, -2 / 3], 1e-6)
+    nothing = {"turn_ids": torch.zeros(0, dtype=torch.int32), "cu_seqlens": torch.tensor([0])}
+    empty = fa.estimate(
+        "gigpo/verl-agent", torch.ones(0), [], anchor_ids=[], step_rewards=torch.zeros(0), **nothing
+    ).advantages
+    assert empty.values.shape == (0,)
