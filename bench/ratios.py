@@ -1,6 +1,6 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [losses] [advantages] [log-probs] [linear] [gradproj]
+python -m bench.ratios [policy-loss] [losses] [advantages] [estimators] [log-probs] [linear] [gradproj]
     [gradproj-kernels] [scaling] [replay]
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 import fastadv as fa
 from bench import linear, peers
 from bench.batches import PPO, TOKENS, forward_backward, raw_policy_loss, rollouts
+from bench.estimators import estimators
 from bench.gradproj import segment_grams
 from bench.gradproj_kernels import gradproj_kernels
 from bench.harness import (
@@ -239,6 +240,7 @@ SUITES = {
     "policy-loss": policy_loss,
     "losses": losses,
     "advantages": advantages,
+    "estimators": estimators,
     "log-probs": log_probs,
     "linear": linear.linear,
     "gradproj": segment_grams,

@@ -49,20 +49,21 @@ register("grpo/verl-agent-trajectory", AGENT, GRPO, "A = (R - mean_G R) / (std_G
 
 
 def discounted(step_rewards: Tensor, index: Segments, gamma: float) -> Tensor:
-    """Return of each turn, sum_{k >= t} gamma^(k - t) r_k over its rollout, `[S]` float64. Waits for a GPU to learn the
-    largest number of turns."""
+    """Return of each turn, sum_{k >= t} gamma^(k - t) r_k over its rollout, `[S]` float64: from the last turns of all
+    rollouts to the first, the longest rollouts first so that those with a turn left are a prefix. Waits for a GPU to
+    learn how many these are."""
     check_rows(OP, "step_rewards", step_rewards, index.count, index.offsets.device)
-    turns = index.turns()
-    longest = int(turns.max()) if index.count else 0
-    row = torch.repeat_interleave(torch.arange(index.num_rows, device=turns.device), turns, output_size=index.count)
-    turn = torch.arange(index.count, device=turns.device) - index.offsets[row]  # [S]
-    slot = turn * index.num_rows + row
-    table = torch.zeros(longest * index.num_rows, dtype=torch.float64, device=turns.device)
-    table[slot] = step_rewards.to(torch.float64)
-    table = table.view(longest, index.num_rows)  # [turn, row]
-    for t in range(longest - 2, -1, -1):
-        table[t].add_(table[t + 1], alpha=gamma)
-    return table.view(-1)[slot]
+    returns = step_rewards.to(torch.float64, copy=True)
+    turns, longest_first = index.turns().sort(descending=True, stable=True)
+    last = index.offsets[1:].index_select(0, longest_first) - 1  # [B]
+    steps = torch.arange(int(turns[0]) if index.count else 0, device=turns.device)
+    rows = (turns[:, None] > steps).sum(0).tolist()  # with more than 0, 1, ... turns
+    after = returns.index_select(0, last[: rows[0]]) if rows else returns
+    for back, count in enumerate(rows[1:], 1):
+        turn = last[:count] - back
+        after = returns.index_select(0, turn).add_(after[:count], alpha=gamma)
+        returns.index_copy_(0, turn, after)
+    return returns
 
 
 def _check_anchors(anchors: GroupIndex, groups: GroupIndex, index: Segments) -> None:
@@ -71,8 +72,8 @@ def _check_anchors(anchors: GroupIndex, groups: GroupIndex, index: Segments) -> 
         raise ValueError(f"{OP}: anchor_ids has {anchors.num_rows} labels, but there are {index.count} turns")
     if validation.reads_values(anchors.index, groups.index):
         prompt = torch.repeat_interleave(groups.index, index.turns(), output_size=index.count)  # [S]
-        first = prompt[anchors.order[anchors.offsets[:-1]]]
-        if not torch.equal(first[anchors.index], prompt):
+        first = prompt.index_select(0, anchors.order.index_select(0, anchors.offsets[:-1]))
+        if not torch.equal(first.index_select(0, anchors.index), prompt):
             raise ValueError(f"{OP}: anchor_ids puts turns of two prompts into one group; build it with anchor_groups")
 
 

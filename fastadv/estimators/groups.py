@@ -191,9 +191,14 @@ def _narrow(result: Tensor, inputs: Inputs) -> Tensor:
     return result.to(torch.float64 if _rows(inputs)[0].dtype == torch.float64 else torch.float32)
 
 
+def _to_rows(per_group: Tensor, groups: GroupIndex) -> Tensor:
+    """A value of each group at its rows, `[B]`. (Indexing with brackets would wake all of torch's threads.)"""
+    return per_group.index_select(0, groups.index)
+
+
 def group_sums(values: Tensor, groups: GroupIndex) -> Tensor:
     """Sum over each row's group, `[B]`."""
-    return values.new_zeros(groups.num_groups).index_add(0, groups.index, values)[groups.index]
+    return _to_rows(values.new_zeros(groups.num_groups).index_add(0, groups.index, values), groups)
 
 
 def equation(convention: Convention) -> str:
@@ -324,13 +329,13 @@ def passk(inputs: Inputs, convention: Convention) -> Tensor:
     candidates = torch.where(voting, rewards, -torch.inf)
     row = torch.arange(groups.num_rows, device=rewards.device)
     none = rewards.new_full((groups.num_groups,), -torch.inf)
-    best = none.scatter_reduce(0, groups.index, candidates, "amax")[groups.index]
+    best = _to_rows(none.scatter_reduce(0, groups.index, candidates, "amax"), groups)
     leads = row.new_full((groups.num_groups,), groups.num_rows).scatter_reduce(
         0, groups.index, torch.where(candidates == best, row, groups.num_rows), "amin"
     )
-    first = voting & (leads[groups.index] == row)
+    first = voting & (_to_rows(leads, groups) == row)
     rest = torch.where(first, -torch.inf, candidates)
-    second = none.scatter_reduce(0, groups.index, rest, "amax")[groups.index]
+    second = _to_rows(none.scatter_reduce(0, groups.index, rest, "amax"), groups)
     gap = torch.where(first & second.isfinite(), candidates - second, 0.0)
     if who.include is not None:
         gap = torch.where(who.include, gap, 0.0)
@@ -370,8 +375,9 @@ def _others_equal(rewards: Tensor, voting: Tensor, groups: GroupIndex) -> Tensor
     """Whether the voters other than the row have one reward, `[B]` bool: exact, where a difference of squares is
     not."""
     empty = rewards.new_full((groups.num_groups,), torch.inf)
-    low = empty.scatter_reduce(0, groups.index, torch.where(voting, rewards, torch.inf), "amin")[groups.index]
-    high = (-empty).scatter_reduce(0, groups.index, torch.where(voting, rewards, -torch.inf), "amax")[groups.index]
+    lowest = empty.scatter_reduce(0, groups.index, torch.where(voting, rewards, torch.inf), "amin")
+    highest = (-empty).scatter_reduce(0, groups.index, torch.where(voting, rewards, -torch.inf), "amax")
+    low, high = _to_rows(lowest, groups), _to_rows(highest, groups)
     at_low, at_high = voting & (rewards == low), voting & (rewards == high)
     lows, highs = group_sums(at_low.long(), groups), group_sums(at_high.long(), groups)
     two_values = lows + highs == group_sums(voting.long(), groups)
