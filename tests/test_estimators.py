@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_cases import BACKENDS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
 
@@ -364,3 +365,25 @@ def test_order_labels_and_other_groups_do_not_matter(name: str, batch: dict[str,
     one = labels == labels[0]
     alone = {key: value[one] for key, value in extra.items()}
     assert torch.equal(fa.estimate(name, rewards[one], labels[one], **alone).advantages, whole[one])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", FORMS)
+def test_nothing_waits_for_a_device(name: str, backend: str) -> None:
+    """Given index objects: on tensors without values, whatever reads one raises."""
+    groups = fa.group_index([0, 0, 1, 1, 1])
+    with FakeTensorMode() as mode:
+        index = fa.GroupIndex(*(mode.from_tensor(t) for t in (groups.index, groups.order, groups.offsets)))
+        for include in (None, torch.ones(5, dtype=torch.bool)):
+            extra = {"lengths": torch.ones(5)} if name == "opo/verl" else {}
+            if include is not None and "include" in fa.ESTIMATORS[name].reads:
+                extra["include"] = include
+            advantages = fa.estimate(name, torch.rand(5), index, backend=backend, **extra).advantages
+            assert advantages.shape == (5,)
+
+
+@pytest.mark.parametrize("name", ["grpo/verl", "grpo/trl", "grpo/nemo-rl", "gpg/verl", "maxrl/skyrl", "passk/verl"])
+def test_compile(name: str) -> None:
+    groups, rewards = fa.group_index([0, 0, 1, 1, 1, 0]), torch.tensor([1.0, 0.0, 2.0, 0.5, 0.5, 1.0])
+    compiled = torch.compile(lambda r: fa.estimate(name, r, groups).advantages, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(rewards), fa.estimate(name, rewards, groups).advantages)

@@ -210,7 +210,7 @@ def equation(convention: Convention) -> str:
     divisor = {
         "add": f"({std} + {eps})",
         "floor": f"(sqrt(max(var_G R, {eps})) + {eps})",
-        "positive": f"({std} + {eps} where it is > 0)",
+        "positive": f"({std} + {eps}), undivided where the std is 0",
     }[convention.eps_form]
     return f"A = (R - {mean}) / {divisor}"
 
@@ -386,7 +386,7 @@ def _others_equal(rewards: Tensor, voting: Tensor, groups: GroupIndex) -> Tensor
 
 register(
     "grpo/nemo-rl", STD._replace(baseline="loo", eps_form="positive", population="survivors"), NEMO,
-    "A = (R - mean_{j != i} R_j) / (std_{j != i} R_j + 1e-6 where it is > 0)", nemo_grpo,
+    "A = (R - mean_{j != i} R_j) / (std_{j != i} R_j + 1e-06), undivided where the std is 0", nemo_grpo,
 )  # fmt: skip
 
 

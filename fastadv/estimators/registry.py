@@ -246,7 +246,7 @@ def estimate(
         greedy_rewards: `[B]`, rewards of the greedy rollouts.
         process_group: of torch.distributed: statistics of tokens are over all of its ranks.
         backend: "auto" or the name of one of `fastadv.backends()`.
-        **options: of the estimator (`Estimator.options`: gamma, lam, omega, ...).
+        options: of the estimator (`Estimator.options`: gamma, lam, omega, ...).
 
     Returns:
         Estimate(advantages, returns).
