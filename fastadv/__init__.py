@@ -26,7 +26,6 @@ from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
 from fastadv.outcomes import Census, Ending, Outcome, Outcomes, Regime, census, outcomes_of, regime
-from fastadv.outcomes import Census, Ending, Outcome, census
 from fastadv.record import StepRecord
 from fastadv.record_file import RecordError, RecordWriter, read_records
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
@@ -61,12 +60,12 @@ __all__ = [
     "LossOutput",
     "MatchedUpdate",
     "Outcome",
-    "RescueSampler",
-    "RescueStatistics",
     "Outcomes",
-    "Regime",
     "RecordError",
     "RecordWriter",
+    "Regime",
+    "RescueSampler",
+    "RescueStatistics",
     "Sampler",
     "SegmentTable",
     "Segments",
@@ -82,13 +81,13 @@ __all__ = [
     "checks",
     "covariance_selection",
     "denominators",
-    "divisor",
-    "exclusion_weights",
     "derived_endings",
+    "divisor",
     "ending",
     "endings",
-    "flagged_endings",
     "estimate",
+    "exclusion_weights",
+    "flagged_endings",
     "freeze",
     "freeze_statistics",
     "global_norm",
@@ -107,9 +106,9 @@ __all__ = [
     "pad",
     "policy_loss",
     "question_one_arms",
-    "rescue_weights",
-    "regime",
     "read_records",
+    "regime",
+    "rescue_weights",
     "score_centering_loss",
     "segment_tokens",
     "segments",
