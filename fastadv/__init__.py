@@ -3,6 +3,25 @@ references."""
 
 from fastadv import gradproj, monitoring
 from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
+from fastadv import gradproj
+from fastadv.arms import (
+    ARMS,
+    Arm,
+    ArmComparison,
+    ArmResult,
+    Audit,
+    Known,
+    NamedArm,
+    arm_from_dict,
+    arm_to_dict,
+    arms_from_yaml,
+    arms_to_yaml,
+    audit,
+    compare_arms,
+    freeze,
+    named_arm,
+    question_one_arms,
+)
 from fastadv.batch import Batch, TokenIds, pad, unpad
 from fastadv.coins import RescueSampler, RescueStatistics, exclusion_weights, in_any_row, keep, rescue_weights
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
@@ -41,10 +60,13 @@ __version__ = "0.1.0"
 __all__ = [
     "DIVISORS",
     "ESTIMATORS",
+    "ARMS",
     "KL",
     "PRESETS",
     "Arm",
+    "ArmComparison",
     "ArmResult",
+    "Audit",
     "BackendUnavailableError",
     "Batch",
     "Census",
@@ -56,9 +78,11 @@ __all__ = [
     "Estimator",
     "FrozenStatistics",
     "GroupIndex",
+    "Known",
     "LossConfig",
     "LossOutput",
     "MatchedUpdate",
+    "NamedArm",
     "Outcome",
     "Outcomes",
     "RecordError",
@@ -76,9 +100,15 @@ __all__ = [
     "TokenLogProbs",
     "UpdateNorm",
     "anchor_groups",
+    "arm_from_dict",
+    "arm_to_dict",
+    "arms_from_yaml",
+    "arms_to_yaml",
+    "audit",
     "backends",
     "census",
     "checks",
+    "compare_arms",
     "covariance_selection",
     "denominators",
     "derived_endings",
@@ -103,6 +133,7 @@ __all__ = [
     "monitoring",
     "multi_dot_gram",
     "outcomes_of",
+    "named_arm",
     "pad",
     "policy_loss",
     "question_one_arms",

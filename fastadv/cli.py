@@ -1,4 +1,4 @@
-"""The command line: `fastadv replay`, `fastadv compare`, `fastadv record`, `fastadv convert`, `fastadv backends`."""
+"""The command line: `fastadv replay`, `compare`, `record`, `convert`, `arms` and `backends`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fastadv.record_cli import record
 from fastadv.replay.errors import ReplayError, counted, finite, plain
 
 if TYPE_CHECKING:
+    from fastadv.arms import Arm
     from fastadv.replay.pipeline import Steps
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -111,6 +112,14 @@ def replay(
         Baseline, typer.Option(help="Baseline of arms (a) to (d): leave-one-out, or the mean with the rollout in it.")
     ] = Baseline.loo,
     kappa: Annotated[float, typer.Option(min=0.0, help="Shrinkage of the turn-reached baseline, in rollouts.")] = 2.0,
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            help="Arms: names joined by commas, of `fastadv arms` with their parameters (rescue:a=0.25), or a to e; or "
+            "a YAML file (docs/arms.md). The one without a mask comes first, as the reference. Without it: a to e.",
+            show_default=False,
+        ),
+    ] = None,
     cap_reward: Annotated[
         CapReward, typer.Option(help="Reward of a capped, unsolved rollout: 0, or what was logged.")
     ] = CapReward.zero,
@@ -165,6 +174,7 @@ def replay(
     from fastadv.replay.policy import Policy
     from fastadv.replay.readers import ReadOptions, find
     from fastadv.replay.report import as_json
+    from fastadv.replay.requery import chosen_arms
     from fastadv.replay.terminal import safe, show
 
     options = ReplayOptions(
@@ -178,6 +188,7 @@ def replay(
         gradients=gradients.value,
         max_memory=int(min(max_memory, 2**30) * 2**30),
         p1_prompts=p1_prompts,
+        arms=() if arms is None else chosen_arms(arms, _question_one(baseline, kappa, seed), seed=seed),
         read=ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump),
     )
     paths = find(dumps)
@@ -205,9 +216,9 @@ def compare(
     arm: Annotated[
         list[str] | None,
         typer.Option(
-            help="An arm: a, b, c, d0.3, d0.6, d1 or e as in replay, or NAME:key=value,... with excludes (outcomes "
-            "joined by +), fraction, baseline, population, singleton, kappa, seed as in fastadv.Arm. May be repeated. "
-            "Without it: the replay's arms.",
+            help="An arm: a, b, c, d0.3, d0.6, d1 or e as in replay, a name of `fastadv arms` with its parameters, or "
+            "NAME:key=value,... with excludes (outcomes joined by +), fraction, baseline, population, singleton, "
+            "kappa, seed as in fastadv.Arm. May be repeated. Without it: the replay's arms.",
             show_default=False,
         ),
     ] = None,
@@ -237,13 +248,12 @@ def compare(
                 raise ReplayError(f"{out} cannot be written: {out.parent} is no folder")
             if out.exists() and gram.exists() and out.samefile(gram):
                 raise ReplayError(f"{out} is the Gram that is asked; name another file")
-    from fastadv.arms import question_one_arms
     from fastadv.replay.requery import about, answer_json, answer_tables, ask, parse_arm
     from fastadv.replay.terminal import safe, show_tables
 
-    presets = {a.name: a for a in question_one_arms(baseline=baseline.value, kappa=kappa, seed=seed)}
-    first = parse_arm(reference, presets)
-    given = [parse_arm(text, presets) for text in arm or [name for name in presets if name != first.name]]
+    presets = _question_one(baseline, kappa, seed)
+    first = parse_arm(reference, presets, seed=seed)
+    given = [parse_arm(text, presets, seed=seed) for text in arm or [name for name in presets if name != first.name]]
     answer = ask(gram, [first, *given], buckets=buckets, seed=seed)
     show_tables(answer_tables(answer), console)
     console.print()
@@ -253,6 +263,13 @@ def compare(
         with writing(out):
             write(out, answer_json(answer))
         console.print(f"\nwrote {safe(str(out))}", soft_wrap=True)
+
+
+def _question_one(baseline: Baseline, kappa: float, seed: int) -> dict[str, Arm]:
+    """The arms of the first question, by name."""
+    from fastadv.arms import question_one_arms
+
+    return {arm.name: arm for arm in question_one_arms(baseline=baseline.value, kappa=kappa, seed=seed)}
 
 
 def claim(out: Path, overwrite: bool, names: tuple[str, ...] = (PAGE, NUMBERS, GRAM)) -> None:
@@ -325,6 +342,26 @@ def convert(
 
 
 app.command()(record)
+
+
+@app.command()
+def arms() -> None:
+    """List the arms that replay and compare take by name, with their parameters."""
+    from fastadv.arms import ARMS
+    from fastadv.replay.tables import Table
+    from fastadv.replay.terminal import show_tables
+
+    rows = []
+    for name, named in ARMS.items():
+        arm = named()
+        parameters = "\n".join(f"{key}={value}" for key, value in named.parameters.items())
+        rows.append([name, arm.description, parameters or "–", arm.mask_kind, named.owner])
+    caption = (
+        "mask: what decides about it. The outcome's is paid for, a predictable one's is not. docs/arms.md has the "
+        "equations, and where their owners have the code."
+    )
+    columns = ["arm", "what it does", "parameters", "mask", "owner"]
+    show_tables([Table("Arms", caption, columns, rows)], console)
 
 
 @app.command()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastadv.arms import Arm, freeze
+from fastadv.arms import Arm, ArmResult
+from fastadv.arms.baselines import segment_sums
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.scopes import (
@@ -32,6 +33,8 @@ from fastadv.gradproj.statistics import (
     signal_share,
 )
 from fastadv.outcomes import Outcome
+from fastadv.reference.group_advantages import divided
+from fastadv.segment_table import SegmentTable
 
 DRAWS = 1000  # of the bootstrap over prompts
 
@@ -67,20 +70,49 @@ def arm_weights(arm: Arm, rollouts: Batch) -> Weighted:
     """An arm's advantages and weights, with statistics that are frozen from these rollouts.
 
     Raises:
-        ValueError: a rollout that votes and has no finite reward.
+        ValueError: a rollout that votes and has no finite reward; an arm that looks at single tokens, or at what the
+            rollouts do not carry.
     """
-    result = arm.apply(rollouts, freeze(rollouts, excludes=arm.excludes, kappa=arm.kappa))
-    return Weighted(result.advantages, result.weights)
+    return turn_weights(arm, arm.apply(rollouts, arm.freeze(rollouts)), rollouts)
+
+
+def turn_weights(arm: Arm, result: ArmResult, rollouts: Batch) -> Weighted:
+    """An arm's result with its weights of turns, if any, multiplied into the advantages.
+
+    Raises:
+        ValueError: an arm whose weights differ within a turn.
+    """
+    if arm.level == "token":
+        raise ValueError(
+            f"arm {arm.name!r} treats the tokens of a turn differently, and a segment of the Gram has one coefficient "
+            "for all of its tokens; take flat gradients (fastadv replay --gradients cells)"
+        )
+    if result.token_weights is None:
+        return Weighted(result.advantages, result.weights)
+    index = result.advantages.segments
+    factors = divided(
+        segment_sums(rollouts, index, result.token_weights),
+        segment_sums(rollouts, index, torch.ones_like(rollouts.mask)),
+    )
+    return Weighted(SegmentTable(result.advantages.values * factors, index), result.weights)
 
 
 def project(
-    gram: SegmentGram, arms: Sequence[Arm], *, buckets: bool = True, draws: int = DRAWS, seed: int = 0
+    gram: SegmentGram,
+    arms: Sequence[Arm],
+    *,
+    weighted: Sequence[Weighted] | None = None,
+    buckets: bool = True,
+    draws: int = DRAWS,
+    seed: int = 0,
 ) -> Projections:
     """Every arm's gradient against that of the first, over all tokens, by turn and by difficulty.
 
     Args:
         gram: with rollouts; of level "turn" if an arm's advantages or the buckets depend on the turn.
         arms: the first is the reference.
+        weighted: what each arm makes of the rollouts, for arms that read more of a batch than the Gram carries; None:
+            `arm_weights`.
         buckets: by turn (where the Gram has turns) and by difficulty too. Parts without a gradient are left out.
         draws: bootstrap resamples of prompts.
         seed: of halves and bootstrap. (Coins of an arm have the arm's.)
@@ -96,7 +128,9 @@ def project(
         raise ValueError("project: no arm can be computed without the rollouts; take SegmentGram.with_rollouts first")
     if not arms:
         raise ValueError("project: no arm was given")
-    coefficients = torch.stack([arm_weights(arm, rollouts).coefficients(gram) for arm in arms])  # [K, S]
+    if weighted is None:
+        weighted = [arm_weights(arm, rollouts) for arm in arms]
+    coefficients = torch.stack([one.coefficients(gram) for one in weighted])  # [K, S]
     inner, rows_of = gram.gram.cpu(), gram.rows.cpu()
     prompts, n = rollouts.groups.index[rows_of], rollouts.groups.num_groups
     cells, counts = partition(rollouts, seed), resamples(n, draws, seed)

@@ -23,17 +23,24 @@ DIFFICULTY_NAMES = ("hard (< 1/3)", "medium", "easy (> 2/3)", "no other half")
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """Advantages of a batch with a weight per rollout: one gradient."""
+    """Advantages of a batch with a weight per rollout, and perhaps one per token: one gradient."""
 
     advantages: SegmentTable
-    weights: Tensor  # [B] float32
+    weights: Tensor  # [B] floating
+    token_weights: Tensor | None = None  # like the batch's mask; None: all 1
 
     def coefficients(self, gram: SegmentGram) -> Tensor:
         """What each of the Gram's segments is weighted by, `[S]` float64.
 
         Raises:
-            ValueError: another batch's segments; advantages that differ between turns, of a Gram of whole rollouts.
+            ValueError: another batch's segments; weights that differ from token to token; advantages that differ
+                between turns, of a Gram of whole rollouts.
         """
+        if self.token_weights is not None:
+            raise ValueError(
+                "coefficients: tokens have weights of their own, and a segment of the Gram has one for all of its "
+                "tokens; take flat gradients (fastadv replay --gradients cells)"
+            )
         index = self.advantages.segments
         values = self.advantages.values.to(torch.float64)
         weighted = values * torch.repeat_interleave(

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult
+from fastadv.arms.arm import rows_of
+from fastadv.arms.baselines import baselines, segment_sums
 from fastadv.batch import Batch
-from fastadv.gradproj.gram import rows_of_segments, segment_tokens_count
-from fastadv.ops.group_advantages import group_advantages
-from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.outcomes import Outcome
 from fastadv.reference.group_advantages import divided
 from fastadv.statistics import FrozenStatistics
@@ -55,40 +54,21 @@ class ArmRow:
     subsidy: float  # implied reward for running into the cap: mean over capped rollouts of b where excluded
 
 
-def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
-    """The baseline of each segment, `[S]` float64, of excluded rollouts too."""
-    index = batch.segments
-    row = rows_of_segments(batch)
-    if arm.baseline == "turn-reached":
-        table = turn_advantages(
-            batch.rewards, batch.groups, index, kappa=arm.kappa, singleton=arm.singleton, statistics=statistics,
-            output="segments",
-        )  # fmt: skip
-        return batch.rewards[row] - table.values
-    if arm.population == "all":
-        per_rollout = group_advantages(
-            batch.rewards, batch.groups, baseline=arm.baseline, singleton=arm.singleton, statistics=statistics
-        )
-        return (batch.rewards - per_rollout)[row]
-    # Excluded rollouts do not vote, so their baseline is the survivors' mean: there is nothing to leave out.
-    survivors = statistics.population("survivors", "baselines").moments
-    mean = survivors.minimum + divided(survivors.sum, survivors.weight)
-    kept = batch.rewards - group_advantages(
-        batch.rewards, batch.groups, baseline=arm.baseline, population="survivors", singleton=arm.singleton,
-        statistics=statistics,
-    )  # fmt: skip
-    assert statistics.include is not None
-    return torch.where(statistics.include, kept, mean[batch.groups.index])[row]
-
-
 def prompt_sums(
     arm: Arm, result: ArmResult, batch: Batch, statistics: FrozenStatistics, tokens: Tensor | None = None
 ) -> PromptSums:
     """The sums of one arm over one batch. `tokens [S]`: sampled tokens of each segment, where the batch is an outline
-    of the one that they were counted in."""
-    groups = batch.groups
-    tokens = (segment_tokens_count(batch) if tokens is None else tokens).to(torch.float64)  # [S]
-    row = rows_of_segments(batch)
+    of the one that they were counted in; no arm may then look at single tokens."""
+    groups, index = batch.groups, result.advantages.segments
+    factors = torch.ones_like(batch.mask) if result.token_weights is None else result.token_weights
+    counted = segment_sums(batch, index, torch.ones_like(batch.mask))  # [S]
+    tokens = counted if tokens is None else tokens.to(torch.float64)
+    scale = divided(tokens, counted)  # [S]: 1, but for an outline
+
+    def over_segment(per_token: Tensor) -> Tensor:
+        return scale * segment_sums(batch, index, per_token)
+
+    row = rows_of(index)
     kept = (~result.excluded).to(torch.float64)
     weighted = result.advantages.values.to(torch.float64) * result.weights.to(torch.float64)[row]
     baseline = baselines(arm, batch, statistics)
@@ -96,27 +76,27 @@ def prompt_sums(
     def by_prompt(per_rollout: Tensor) -> Tensor:
         return tokens.new_zeros(groups.num_groups).index_add(0, groups.index, per_rollout)
 
-    def over_tokens(per_segment: Tensor) -> Tensor:
-        sums = tokens.new_zeros(batch.num_rollouts).index_add(0, row, tokens * per_segment)
-        return by_prompt(sums)
+    def by_row(per_segment: Tensor) -> Tensor:
+        return by_prompt(tokens.new_zeros(batch.num_rollouts).index_add(0, row, per_segment))
 
+    kept_tokens = kept[row] * over_segment(factors != 0)  # [S]
     row_tokens = tokens.new_zeros(batch.num_rollouts).index_add(0, row, tokens)
     weighted_baseline = torch.zeros_like(row_tokens).index_add(0, row, tokens * baseline)
     row_baseline = divided(weighted_baseline, row_tokens)
-    ones, rewards = torch.ones_like(tokens), batch.rewards[row]
+    rewards = batch.rewards[row]
     return PromptSums(
-        tokens=over_tokens(ones),
-        kept_tokens=over_tokens(kept[row]),
-        advantage=over_tokens(weighted),
-        squares=over_tokens(weighted.square()),
-        residual=over_tokens(kept[row] * (rewards - baseline).square()),
-        reward=over_tokens(kept[row] * rewards),
-        reward_squares=over_tokens(kept[row] * rewards.square()),
+        tokens=by_row(tokens),
+        kept_tokens=by_row(kept_tokens),
+        advantage=by_row(weighted * over_segment(factors)),
+        squares=by_row(weighted.square() * over_segment(factors.to(torch.float64).square())),
+        residual=by_row(kept_tokens * (rewards - baseline).square()),
+        reward=by_row(kept_tokens * rewards),
+        reward_squares=by_row(kept_tokens * rewards.square()),
         rollouts=by_prompt(torch.ones_like(kept)),
         kept=by_prompt(kept),
         capped=by_prompt((batch.outcomes == Outcome.BUDGET).to(torch.float64)),
         baseline=by_prompt(row_baseline),
-        subsidy=by_prompt((1 - kept) * row_baseline),
+        subsidy=by_prompt((batch.outcomes == Outcome.BUDGET) * (1 - result.weights.to(torch.float64)) * row_baseline),
     )
 
 

@@ -41,8 +41,9 @@ def _noise_floor(value: float, reference: str) -> str:
 
 def flat_tables(gradients: list[GradientRow], noise_floor: float | None) -> list[Table]:
     """What flat gradients give: one number each."""
-    caption = f"Each arm's gradient g against g_a, that of arm (a). {MEANING}"
-    caption += "" if noise_floor is None else _noise_floor(noise_floor, "a")
+    reference = plain(gradients[0].arm)
+    caption = f"Each arm's gradient g against g_a, that of arm ({reference}). {MEANING}"
+    caption += "" if noise_floor is None else _noise_floor(noise_floor, reference)
     found = [_flat_table(TITLE, caption, gradients, ("all",))]
     for title, (scopes, what) in PARTS.items():
         if any(row.scope in scopes for row in gradients):
@@ -57,7 +58,7 @@ def _part_caption(what: str) -> str:
 def _flat_table(title: str, caption: str, gradients: list[GradientRow], scopes: tuple[str, ...]) -> Table:
     names = [name for name in QUANTITIES if name not in ("explained", "alignment")]
     rows = [
-        [row.scope, row.arm, *(number(getattr(row, name), 4 if name == "cosine" else 3) for name in names)]
+        [row.scope, plain(row.arm), *(number(getattr(row, name), 4 if name == "cosine" else 3) for name in names)]
         for scope in scopes
         for row in gradients
         if row.scope == scope

@@ -8,7 +8,7 @@ the number of parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from fastadv.gradproj.scopes import (
 from fastadv.gradproj.statistics import PLUG_IN
 from fastadv.losses import LossConfig
 from fastadv.ops.policy_loss import policy_loss
+from fastadv.ops.segments import segment_tokens
+from fastadv.ops.turn_ids import segments
 from fastadv.outcomes import Outcome
 from fastadv.replay.errors import ReplayError
 from fastadv.replay.policy import Policy, token_range
@@ -69,6 +71,8 @@ def policy_gradients(
         old = None if batch.rollout_log_probs is None or loss == "reinforce" else batch.rollout_log_probs[tokens]
         for number, one in enumerate(wanted):
             part, weights = one.advantages.rollouts(first, last), one.weights[first:last]
+            if one.token_weights is not None:
+                weights = one.token_weights[tokens] * torch.repeat_interleave(weights, cu_seqlens.diff())
             if not bool(weights.any()) or not bool(part.values.any()):
                 continue
             leaf = log_probs.detach().requires_grad_()
@@ -125,9 +129,8 @@ class GradientCells:
         """Adds the gradients of one batch. Arms that came out the same are computed once, and rollouts of one cell lie
         together, so that a micro-batch which has none of a cell's is passed over."""
         order = _by_cell(partition(batch, seed))
-        segments = ranges(batch.segments.offsets, order)
-        batch = batch.take(order)
-        results = [_reordered(result, order, segments, batch) for result in results]
+        before, batch = batch, batch.take(order)
+        results = [_reordered(result, order, before, batch) for result in results]
         cells = partition(batch, seed)
         wanted: list[Weighted] = []
         targets: list[list[Tensor]] = []
@@ -144,13 +147,13 @@ class GradientCells:
             for half in (0, 1):
                 weights = result.weights * (cells.half == half)
                 for turn in range(self.by_turn.shape[2]):
-                    values = result.advantages.values
-                    values = torch.where(cells.turn == turn, values, 0.0) if self.buckets else values
-                    table = SegmentTable(values, batch.segments)
-                    want(Weighted(table, weights), [self.by_turn[i, half, turn] for i in alike])
+                    one = Weighted(result.advantages, weights, result.token_weights)
+                    one = _of_turns(one, batch, cells.turn == turn) if self.buckets else one
+                    want(one, [self.by_turn[i, half, turn] for i in alike])
                 for level in range(self.by_difficulty.shape[2]):
                     inside = weights * (cells.difficulty == level)
-                    want(Weighted(result.advantages, inside), [self.by_difficulty[i, half, level] for i in alike])
+                    one = Weighted(result.advantages, inside, result.token_weights)
+                    want(one, [self.by_difficulty[i, half, level] for i in alike])
         for half in (0, 1):
             want(within_half(batch.outcomes == Outcome.BUDGET, batch, cells, half), [self.cap[half]])
             want(within_half(batch.rewards, batch, cells, half), [self.alone[half]])
@@ -166,14 +169,39 @@ def _by_cell(cells: Partition) -> Tensor:
     return (cells.half * len(DIFFICULTY_NAMES) + cells.difficulty).argsort(stable=True)
 
 
-def _reordered(result: ArmResult, order: Tensor, segments: Tensor, batch: Batch) -> ArmResult:
+def _reordered(result: ArmResult, order: Tensor, before: Batch, after: Batch) -> ArmResult:
     """An arm's result for the batch with its rollouts, and so its segments, in another order."""
-    table = SegmentTable(result.advantages.values[segments], batch.segments)
-    return ArmResult(table, result.weights[order])
+    assert before.cu_seqlens is not None
+    index, tokens = result.advantages.segments, ranges(before.cu_seqlens, order)
+    values = result.advantages.values[ranges(index.offsets, order)]
+    own = after.segments if index is before.segments else segments(index.turn_ids[tokens], after.cu_seqlens)
+    return result._replace(
+        advantages=SegmentTable(values, own),
+        weights=result.weights[order],
+        token_weights=None if result.token_weights is None else result.token_weights[tokens],
+    )
+
+
+def _of_turns(one: Weighted, batch: Batch, inside: Tensor) -> Weighted:
+    """What an arm does to these turns alone; `inside [S]` bool."""
+    if one.advantages.segments is batch.segments:
+        table = SegmentTable(torch.where(inside, one.advantages.values, 0.0), batch.segments)
+        return replace(one, advantages=table)
+    here = segment_tokens(SegmentTable(inside.to(torch.float64), batch.segments))  # like the mask
+    return replace(one, token_weights=here if one.token_weights is None else here * one.token_weights)
 
 
 def _same(a: ArmResult, b: ArmResult) -> bool:
-    return torch.equal(a.advantages.values, b.advantages.values) and torch.equal(a.weights, b.weights)
+    def equal(x: Tensor | None, y: Tensor | None) -> bool:
+        return x is y if x is None or y is None else torch.equal(x, y)
+
+    return (
+        torch.equal(a.advantages.segments.offsets, b.advantages.segments.offsets)
+        and equal(a.advantages.segments.turn_ids, b.advantages.segments.turn_ids)
+        and equal(a.advantages.values, b.advantages.values)
+        and equal(a.weights, b.weights)
+        and equal(a.token_weights, b.token_weights)
+    )
 
 
 # ---- geometry --------------------------------------------------------------------------------------------------------

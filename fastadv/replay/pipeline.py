@@ -14,7 +14,8 @@ from torch import Tensor
 from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
-from fastadv.gradproj.projections import Projections, project
+from fastadv.gradproj.projections import Projections, project, turn_weights
+from fastadv.gradproj.scopes import Weighted
 from fastadv.monitoring import turns_by_outcome
 from fastadv.outcomes import Census, Outcome, Regime, regime
 from fastadv.replay import streamed
@@ -26,6 +27,8 @@ from fastadv.replay.predictions import p1_two_outcomes, p7_variance_drop, two_ou
 from fastadv.replay.predictions_rollouts import TurnPairs, p2_direction, p4_amplification, p5_separation
 from fastadv.replay.readers import ReadOptions, Rollouts, read
 from fastadv.replay.verdicts import Prediction
+from fastadv.segment_table import SegmentTable
+from fastadv.statistics import FrozenStatistics
 
 GRADIENTS = ("auto", "gram", "cells")
 NO_CONSTANT = "its factors differ from token to token, and a segment of the Gram has one"
@@ -47,6 +50,7 @@ class ReplayOptions:
             each arm and bucket), or "auto": the Gram where the loss and the model allow it.
         max_memory: bytes that a Gram or flat gradients may take.
         p1_prompts: prompts that the two-outcome check is made on.
+        arms: that are replayed, the reference first; empty: those of the first question.
         read: how dumps are read.
     """
 
@@ -60,6 +64,7 @@ class ReplayOptions:
     gradients: str = "auto"
     max_memory: int = 8 * 2**30
     p1_prompts: int = 8
+    arms: tuple[Arm, ...] = ()
     read: ReadOptions = field(default_factory=ReadOptions)
 
     def __post_init__(self) -> None:
@@ -70,6 +75,14 @@ class ReplayOptions:
             raise ReplayError(
                 f"--gradients gram does not go with --loss {self.loss}: {NO_CONSTANT}; take auto or cells"
             )
+        if self.gradients == "gram" and self.by_token:
+            raise ReplayError(f"--gradients gram does not go with {self.by_token}: {NO_CONSTANT}; take auto or cells")
+
+    @property
+    def by_token(self) -> str:
+        """The arms that treat the tokens of a turn differently, for messages; empty without any."""
+        names = [repr(arm.name) for arm in self.arms if arm.level == "token"]
+        return f"--arms {', '.join(names)}" if names else ""
 
 
 @dataclass(frozen=True)
@@ -195,10 +208,12 @@ class _Run:
 
     def __init__(self, policy: Policy | None, options: ReplayOptions, progress: Progress) -> None:
         self.policy, self.options, self.progress = policy, options, progress
-        self.arms = question_one_arms(baseline=options.baseline, kappa=options.kappa, seed=options.seed)
-        # P7 compares leave-one-out with turn-reached whatever baseline the arms have.
-        self.p7 = (Arm("reference"), Arm("turn-reached", baseline="turn-reached", kappa=options.kappa))
-        self.sums: list[PromptSums | None] = [None] * (len(self.arms) + len(self.p7))
+        question = question_one_arms(baseline=options.baseline, kappa=options.kappa, seed=options.seed)
+        self.arms = options.arms or question
+        # What predictions compare, whatever the report's arms are: P2 and P4 no mask, mask and survivors, P7
+        # leave-one-out with turn-reached.
+        self.asked = (*question[:3], Arm("loo"), Arm("turn-reached", baseline="turn-reached", kappa=options.kappa))
+        self.sums: list[PromptSums | None] = [None] * (len(self.arms) + len(self.asked))
         self.files: list[FileSummary] = []
         self.prompts: list[PromptSummary] = []
         self.p1_prompts: list[Batch] = []
@@ -209,9 +224,10 @@ class _Run:
         self.cells: GradientCells | None = None
         self.gradients_note = ""
         self.differences = [0.0, 0.0, 0.0]  # tokens, sum and maximum of |logged - policy|
-        if policy is not None and (options.gradients == "cells" or options.loss != "reinforce"):
+        if policy is not None and (options.gradients == "cells" or options.loss != "reinforce" or options.by_token):
             asked = options.gradients == "cells"
-            self.gradients_note = "--gradients cells" if asked else f"--loss {options.loss}: {NO_CONSTANT}"
+            why = options.by_token if options.loss == "reinforce" else f"--loss {options.loss}"
+            self.gradients_note = "--gradients cells" if asked else f"{why}: {NO_CONSTANT}"
             self.cells = self._new_cells(policy)
 
     def _new_cells(self, policy: Policy) -> GradientCells:
@@ -261,11 +277,11 @@ class _Run:
         """Arms, curves and gradients of one batch; returns the hash of its statistics."""
         statistics = freeze(batch, kappa=self.options.kappa)
         results = []
-        everything = (*self.arms, *self.p7)
+        everything = (*self.arms, *self.asked)
         with self.progress.stage("arms", len(everything)) as done:
             for number, arm in enumerate(everything):
-                result = arm.apply(batch, statistics)
-                sums, before = prompt_sums(arm, result, batch, statistics), self.sums[number]
+                result, own = _applied(arm, batch, statistics)
+                sums, before = prompt_sums(arm, result, batch, own), self.sums[number]
                 self.sums[number] = sums if before is None else before + sums
                 results.append(result)
                 done(number + 1)
@@ -315,8 +331,24 @@ class _Run:
         self.cells = self._new_cells(policy)
         for batch in self.batches:
             statistics = freeze(batch, kappa=self.options.kappa)
-            self._add_cells(policy, self.cells, batch, [arm.apply(batch, statistics) for arm in self.arms])
+            self._add_cells(policy, self.cells, batch, [_applied(arm, batch, statistics)[0] for arm in self.arms])
         return None, ""
+
+    def _weighted(self, gram: SegmentGram) -> list[Weighted]:
+        """Each arm on the rollouts of all dumps: applied to each, where it finds all that it reads."""
+        assert gram.rollouts is not None
+        found: list[list[Weighted]] = [[] for _ in self.arms]
+        for batch in self.batches:
+            statistics = freeze(batch, kappa=self.options.kappa)
+            for arm, parts in zip(self.arms, found, strict=True):
+                parts.append(turn_weights(arm, _applied(arm, batch, statistics)[0], batch))
+        return [
+            Weighted(
+                SegmentTable(torch.cat([part.advantages.values for part in parts]), gram.rollouts.segments),
+                torch.cat([part.weights for part in parts]),
+            )
+            for parts in found
+        ]
 
     def _add_curves(self, batch: Batch) -> None:
         turns = batch.segments.turns()
@@ -354,11 +386,11 @@ class _Run:
                         max_memory=self.options.max_memory, progress=done,
                     )  # fmt: skip
                 predictions.append(p1)
-            of = dict(zip((arm.name for arm in self.arms), sums, strict=False))
-            predictions.append(p4_amplification(of["b"], of["c"], seed=self.options.seed))
+            _, masked, survivors, loo, reached = sums[len(self.arms) :]
+            predictions.append(p4_amplification(masked, survivors, seed=self.options.seed))
             assert self.pairs is not None
             predictions.append(p5_separation(self.pairs, seed=self.options.seed))
-            predictions.append(p7_variance_drop(sums[-2], sums[-1], seed=self.options.seed))
+            predictions.append(p7_variance_drop(loo, reached, seed=self.options.seed))
         gram, plan, projections = None, "", None
         gradients: list[GradientRow] = []
         floor: float | None = None
@@ -366,10 +398,12 @@ class _Run:
             gram, plan = self._gram(self.policy)
         if gram is not None:
             with self.progress.stage("statistics", None):
-                projections = project(gram, self.arms, buckets=self.options.buckets, seed=self.options.seed)
+                projections = project(
+                    gram, self.arms, weighted=self._weighted(gram), buckets=self.options.buckets, seed=self.options.seed
+                )
             gradients, floor = plug_in_rows(projections), projections.noise_floor
-            a, b = (next(arm for arm in self.arms if arm.name == name) for name in ("a", "b"))
-            predictions.append(p2_direction(gram, b, a, seed=self.options.seed))
+            plain, masking = self.asked[:2]
+            predictions.append(p2_direction(gram, masking, plain, seed=self.options.seed))
             predictions.sort(key=lambda p: p.name)
         elif self.cells is not None and self.cells.rollouts:
             gradients, floor = compare(self.cells), noise_floor(self.cells)
@@ -394,6 +428,16 @@ class _Run:
             covered=None if gram is None else gram.covered,
             policy_notes=() if self.policy is None else self.policy.notes,
         )
+
+
+def _applied(arm: Arm, batch: Batch, shared: FrozenStatistics) -> tuple[ArmResult, FrozenStatistics]:
+    """An arm's result, and the statistics that it read: those that all arms share, or its own where it has survivors,
+    a kappa or buckets of its own."""
+    try:
+        statistics = shared if arm.reads(shared, batch) else arm.freeze(batch)
+        return arm.apply(batch, statistics), statistics
+    except ValueError as error:
+        raise ReplayError(f"--arms: {error}") from error
 
 
 def _added(a: Tensor, b: Tensor) -> Tensor:

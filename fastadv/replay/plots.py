@@ -11,6 +11,7 @@ from fastadv.gradproj.projections import Projections
 from fastadv.gradproj.scopes import DIFFICULTY_NAMES, TURN_NAMES
 from fastadv.gradproj.statistics import PLUG_IN, U_STATISTIC
 from fastadv.outcomes import Outcome
+from fastadv.replay.errors import plain
 from fastadv.replay.pipeline import ReplayResult
 
 COLOURS = {
@@ -67,6 +68,11 @@ def draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int 
     return Figure(title, caption, text[text.index("<svg") :])
 
 
+def _label(name: str) -> str:
+    """An arm's name as it is written: matplotlib would read mathematics between dollar signs."""
+    return plain(name).replace("$", r"\$")
+
+
 def _turns(result: ReplayResult) -> Figure:
     def paint(axes: Any) -> None:
         for outcome in (Outcome.SOLVED, Outcome.FAILED, Outcome.BUDGET):
@@ -103,11 +109,14 @@ def _reward_by_turn(result: ReplayResult) -> Figure:
 
 def _second_moments(result: ReplayResult) -> Figure:
     def paint(axes: Any) -> None:
-        names = [arm.name for arm in result.arms]
+        names = [_label(arm.name) for arm in result.arms]
         axes[0].bar(names, [arm.second_moment for arm in result.arms], color="#5c6bc0")
         axes[0].set_ylabel("E[A²] per token")
         axes[1].bar(names, [arm.subsidy for arm in result.arms], color=COLOURS[Outcome.BUDGET])
         axes[1].set_ylabel("implied reward for the cap")
+        if result.options.arms:  # names that are words
+            for panel in axes:
+                panel.tick_params(axis="x", rotation=90)
 
     caption = "Left: the mean square advantage per token. Right: what running into the cap is paid."
     return draw("Advantages by arm", caption, paint, panels=2)
@@ -124,7 +133,8 @@ def _alignments(projections: Projections) -> Figure:
                 e = row.comparison.alignment
                 axes[0].plot([place + shift] * 2, [e.low, e.high], color=colour)
                 axes[0].plot(place + shift, e.value, "o", color=colour, label=None if place else estimator)
-            axes[0].set_xticks(range(len(shown)), [row.arm for row in shown])
+            turned = 90 if max((len(row.arm) for row in rows), default=0) > 4 else 0
+            axes[0].set_xticks(range(len(shown)), [_label(row.arm) for row in shown], rotation=turned)
         axes[0].axhline(0, color="#bdbdbd", linewidth=0.8)
         axes[0].set_ylabel("along grad P(cap)")
         axes[0].legend(frameon=False)
@@ -138,20 +148,20 @@ def _alignments(projections: Projections) -> Figure:
 
 def _by_bucket(result: ReplayResult, scopes: tuple[str, ...], what: str) -> Figure:
     present = [s for s in scopes if any(row.scope == s for row in result.gradients)]
-    shown = [arm.name for arm in result.arms if arm.name in ("b", "c", "e")]
+    reference, *others = [arm.name for arm in result.arms]
+    shown = others if result.options.arms else ["b", "c", "e"]
 
     def paint(axes: Any) -> None:
         for name in shown:
             rows = [next(r for r in result.gradients if r.scope == s and r.arm == name) for s in present]
-            axes[0].plot(present, [r.cosine for r in rows], marker="o", label=f"({name})")
+            axes[0].plot(present, [r.cosine for r in rows], marker="o", label=f"({_label(name)})")
             axes[1].plot(present, [r.norm_ratio for r in rows], marker="o")
-        axes[0].set_ylabel("cosine to (a)")
-        axes[1].set_ylabel("norm relative to (a)")
+        axes[0].set_ylabel(f"cosine to ({_label(reference)})")
+        axes[1].set_ylabel(f"norm relative to ({_label(reference)})")
         axes[0].legend(frameon=False)
         for panel in axes:
             panel.tick_params(axis="x", rotation=30)
 
-    caption = (
-        f"Each arm's gradient against the reference, by {what}: (b) mask, (c) mask with survivors, (e) turn-reached."
-    )
+    caption = f"Each arm's gradient against the reference, by {what}"
+    caption += "." if result.options.arms else ": (b) mask, (c) mask with survivors, (e) turn-reached."
     return draw(f"Gradients by {what}", caption, paint, panels=2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastadv.arms import arm_to_dict, compare_arms
 from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import ArmRow
 from fastadv.replay.errors import counted, plain
@@ -130,7 +131,9 @@ def _why_negative(result: ReplayResult) -> str:
     if not sizes:
         return ""
     size = sizes.most_common(1)[0][0]
-    arms = "Leave-one-out baselines (every arm)" if result.options.baseline == "loo" else "Leave-one-out (arm e)"
+    arms = "Leave-one-out baselines"
+    if not result.options.arms:
+        arms += " (every arm)" if result.options.baseline == "loo" else " (arm e)"
     return (
         f"{arms} may explain less than 0: R - b is then G / (G - 1) times the distance from the group's mean, "
         "so where neither turns nor lengths tell anything about R it is about 1 - (G / (G - 1))², "
@@ -195,21 +198,26 @@ def _meaning(p: Prediction) -> str:
     return f"the turn-reached baseline {done}{within}; {P7_SUPPORTED:.0%} or more was predicted"
 
 
+def _reference(result: ReplayResult) -> str:
+    """The arm that the others are held against."""
+    return plain(result.arms[0].name)
+
+
 def warnings(result: ReplayResult) -> list[str]:
     """What a reader should know before the numbers."""
     found = []
     floor, agreement = result.noise_floor, result.agreement
     if floor is not None and floor < NOISY:
         found.append(
-            f"noise: arm (a)'s gradients from two independent halves of these rollouts have cosine {floor:.3f}, and 1 "
-            "would be no noise; so the cosines and slopes below are mostly noise: they describe these rollouts, not "
-            "the policy. More prompts would help"
+            f"noise: arm ({_reference(result)})'s gradients from two independent halves of these rollouts have cosine "
+            f"{floor:.3f}, and 1 would be no noise; so the cosines and slopes below are mostly noise: they describe "
+            "these rollouts, not the policy. More prompts would help"
         )
     signal = None if result.projections is None else result.projections.signal
     if signal is not None and signal.low <= 0:
         found.append(
-            "noise: the pairs of prompts do not tell arm (a)'s gradient from none at all: of its square "
-            f"{number(signal.value, 2)} is more than noise, with a 95 % interval of {number(signal.low, 2)} to "
+            f"noise: the pairs of prompts do not tell arm ({_reference(result)})'s gradient from none at all: of its "
+            f"square {number(signal.value, 2)} is more than noise, with a 95 % interval of {number(signal.low, 2)} to "
             f"{number(signal.high, 2)}"
         )
     if agreement is not None and not agreement.mean_difference < SAME_POLICY:
@@ -235,6 +243,9 @@ def remarks(result: ReplayResult) -> list[str]:
         if f.refused:
             found.append(f"{where}arms and gradients refused: {plain(f.refused)}")
     found += [plain(note) for note in result.policy_notes]
+    for arm in result.options.arms:
+        found += [plain(f"arm {arm.name}: {flag}") for flag in arm.flags]
+        found += filter(None, [plain(compare_arms(result.options.arms[0], arm).report)])
     if result.agreement is not None and result.agreement.mean_difference < SAME_POLICY:
         found.append(_agreement(result.agreement))
     if result.gradients_by == "gram" and result.covered is not None and result.parameters is not None:
@@ -276,6 +287,7 @@ def as_json(result: ReplayResult) -> str:
 
     options = jsonable(result.options)
     options["read"].pop("progress")
+    options["arms"] = [arm_to_dict(arm) for arm in result.options.arms]
     document = {
         "format": FORMAT,
         "version": VERSION,

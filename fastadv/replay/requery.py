@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastadv.arms import Arm, freeze
+from fastadv.arms import ARMS, Arm, arm_to_dict, arms_from_yaml, named_arm
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import Projections, project
 from fastadv.outcomes import Outcome
@@ -33,13 +32,16 @@ class Answer:
     seed: int
 
 
-def parse_arm(text: str, presets: dict[str, Arm]) -> Arm:
-    """An arm from a text: the name of one of `presets`, or "NAME:key=value,..." with the fields of `fastadv.Arm`.
+def parse_arm(text: str, presets: dict[str, Arm], *, seed: int = 0) -> Arm:
+    """An arm from a text: the name of one of `presets` or of `fastadv.ARMS`, the latter perhaps with its parameters, or
+    "NAME:key=value,..." with the fields of `fastadv.Arm`.
 
     Raises:
         ReplayError: an unknown name, field or value.
     """
     name, colon, rest = text.partition(":")
+    if name.strip() in ARMS:
+        return _named(text, seed)
     if not colon:
         if name not in presets:
             raise ReplayError(
@@ -63,6 +65,13 @@ def parse_arm(text: str, presets: dict[str, Arm]) -> Arm:
         return Arm(name, **fields)  # type: ignore[arg-type]
     except ValueError as error:
         raise ReplayError(f"--arm {text!r}: {error}") from error
+
+
+def _named(text: str, seed: int) -> Arm:
+    try:
+        return named_arm(text, seed=seed)
+    except (ValueError, TypeError) as error:
+        raise ReplayError(str(error)) from error
 
 
 def _value(text: str, key: str, value: str) -> object:
@@ -95,7 +104,7 @@ def ask(path: Path, arms: list[Arm], *, buckets: bool = True, seed: int = 0) -> 
         assert rollouts is not None
         rows = []
         for arm in arms:
-            statistics = freeze(rollouts, excludes=arm.excludes, kappa=arm.kappa)
+            statistics = arm.freeze(rollouts)
             result = arm.apply(rollouts, statistics)
             rows.append(arm_row(arm, prompt_sums(arm, result, rollouts, statistics, tokens)))
         return Answer(gram, tuple(arms), rows, project(gram, arms, buckets=buckets, seed=seed), seed)
@@ -145,6 +154,45 @@ def answer_json(answer: Answer) -> str:
 
 
 def _settings(arm: Arm) -> dict[str, object]:
-    """How an arm is described: its fields, outcomes by name."""
-    fields = {f.name: getattr(arm, f.name) for f in dataclasses.fields(arm) if f.name not in ("name", "description")}
-    return {**fields, "excludes": [outcome.name for outcome in arm.excludes]}
+    """How an arm is described: outcomes by name, the fields of the first question's arms, and others that are set."""
+    always = {name: getattr(arm, name) for name in ("fraction", "baseline", "population", "singleton", "kappa", "seed")}
+    others = {key: value for key, value in arm_to_dict(arm).items() if key not in ("name", "description")}
+    return {**others, **always, "excludes": [outcome.name for outcome in arm.excludes]}
+
+
+def chosen_arms(text: str, presets: dict[str, Arm], *, seed: int = 0) -> tuple[Arm, ...]:
+    """The arms of `replay --arms`: names joined by commas, or a YAML file; the reference, without a mask, first.
+
+    Raises:
+        ReplayError: an unknown name, a file that describes no arms, two arms of one name.
+    """
+    try:
+        if Path(text).suffix in (".yaml", ".yml"):
+            arms = list(arms_from_yaml(Path(text).read_text(encoding="utf-8"), seed=seed))
+        else:
+            arms = [_preset_or_named(one, presets, seed) for one in _split(text)]
+    except (ValueError, TypeError, ImportError) as error:
+        raise ReplayError(f"--arms {text}: {error}") from error
+    names = [arm.name for arm in arms]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ReplayError(f"--arms {text}: two arms are called {twice!r}")
+    reference = next((arm for arm in arms if arm.name in ("none", "a")), None) or named_arm("none")
+    return (reference, *(arm for arm in arms if arm.name != reference.name))
+
+
+def _preset_or_named(text: str, presets: dict[str, Arm], seed: int) -> Arm:
+    return presets[text] if text in presets else named_arm(text, seed=seed)
+
+
+def _split(text: str) -> list[str]:
+    """Names at commas; a comma before parameter=value goes on with the parameters of the name before."""
+    found: list[str] = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        if found and ":" in found[-1] and "=" in part and ":" not in part:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    if not found:
+        raise ValueError("no arm is named")
+    return found

@@ -1,0 +1,56 @@
+"""The baseline that an arm compares each reward with, of excluded rollouts too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastadv.arms.arm import Arm, rows_of
+from fastadv.batch import Batch
+from fastadv.ops.group_advantages import group_advantages
+from fastadv.ops.turn_advantages import turn_advantages
+from fastadv.reference.group_advantages import divided
+from fastadv.segment_table import Segments
+from fastadv.statistics import FrozenStatistics
+
+
+def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
+    """The baseline of each segment of the arm, `[S]` float64, of excluded rollouts too."""
+    index = arm.segments(batch)
+    if arm.baseline == "turn-reached":
+        table = turn_advantages(
+            batch.rewards, batch.groups, index, kappa=arm.kappa, singleton=arm.singleton, statistics=statistics,
+            output="segments",
+        )  # fmt: skip
+        return batch.rewards[rows_of(index)] - table.values
+    if arm.population != "survivors":
+        per_rollout = group_advantages(
+            batch.rewards, batch.groups, baseline=arm.baseline, singleton=arm.singleton, statistics=statistics
+        )
+        return torch.repeat_interleave(batch.rewards - per_rollout, index.turns(), output_size=index.count)
+    # Excluded rollouts do not vote, so their baseline is the survivors' mean: there is nothing to leave out.
+    survivors = statistics.population("survivors", "baselines").moments
+    mean = survivors.minimum + divided(survivors.sum, survivors.weight)
+    kept = batch.rewards - group_advantages(
+        batch.rewards, batch.groups, baseline=arm.baseline, population="survivors", singleton=arm.singleton,
+        statistics=statistics,
+    )  # fmt: skip
+    assert statistics.include is not None
+    per_rollout = torch.where(statistics.include, kept, mean[batch.groups.index])
+    return torch.repeat_interleave(per_rollout, index.turns(), output_size=index.count)
+
+
+def segment_sums(batch: Batch, index: Segments, per_token: Tensor) -> Tensor:
+    """Sum over the sampled tokens of each segment, `[S]` float64."""
+    on = batch.mask & (index.turn_ids >= 0)
+    segment = batch.rows.spread(index.offsets[:-1])[on] + index.turn_ids[on]
+    zeros = torch.zeros(index.count, dtype=torch.float64, device=per_token.device)
+    return zeros.index_add(0, segment, per_token[on].to(torch.float64))
+
+
+def rollout_means(batch: Batch, index: Segments, values: Tensor) -> Tensor:
+    """Mean over each rollout's sampled tokens of a value per segment, `[B]` float64; 0 where there are none."""
+    tokens = segment_sums(batch, index, torch.ones_like(batch.mask))
+    row = rows_of(index)
+    zeros = torch.zeros(batch.num_rollouts, dtype=torch.float64, device=values.device)
+    return divided(zeros.index_add(0, row, tokens * values), zeros.index_add(0, row, tokens))
