@@ -18,7 +18,7 @@ from fastadv.statistics import FrozenStatistics
 class Audit:
     """What an outcome-dependent mask pays for being masked (docs/theory.md, 1 to 8 and 10), prompt by prompt.
 
-    A masked rollout has R - b = 0 in place of its reward minus the baseline, as if its reward were b: the gradient gains
+    A masked rollout has 0 in place of its reward minus the baseline, as if its reward were b: the gradient gains
     b grad P(masked). An arm that removes whole groups (docs/theory.md, 15) is audited for the rollouts that it does so
     for. Tensors are `[G]` float64, NaN where a prompt has none.
 

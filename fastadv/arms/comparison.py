@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fastadv.arms.arm import Arm
@@ -86,13 +86,10 @@ def compare_arms(a: Arm, b: Arm) -> ArmComparison:
 
 
 def _said(arm: Arm, names: tuple[str, ...]) -> str:
-    written = arm_to_dict(arm)
-    if arm.baseline != "turn-reached":
-        written.pop("kappa", None)
-    if not arm.tosses:
-        written.pop("seed", None)
-    values = [(name, written.get(name, getattr(arm, name))) for name in names]
-    if not arm.excludes_any and "excludes" in names:
+    if "excludes" in names and not arm.excludes_any:
         return "nothing"
-    shown = [f"{name}={value}" for name, value in values if len(names) == 1 or name in written or name == names[0]]
-    return ", ".join(shown)
+    kappa = arm.kappa if arm.baseline == "turn-reached" else 2.0
+    read = replace(arm, kappa=kappa, seed=arm.seed if arm.tosses else 0)
+    written = arm_to_dict(read)
+    shown = [name for name in names if name in written or name == names[0]]
+    return ", ".join(f"{name}={written.get(name, getattr(read, name))}" for name in shown)

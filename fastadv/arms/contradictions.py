@@ -49,11 +49,6 @@ def _contradictory_weights(arm: Arm, rows: RowWeights) -> str:
             "inverse-probability weights with fraction 1: what is excluded for certain is kept with probability 0, and "
             "no weight brings it back; use a fraction below 1"
         )
-    if inverse and arm.population == "survivors":
-        return (
-            "inverse-probability weights with population 'survivors': the weights do not vote, and the survivors' mean "
-            "stays theirs; use 'all'"
-        )
     stale = arm.condition is not None and arm.condition.stale_after is not None
     if isinstance(rows, Rescue) and stale:
         return "Rescue weights stale groups, and the condition excludes them; take one of the two"

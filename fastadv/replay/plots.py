@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from fastadv.gradproj.projections import Projections
@@ -20,6 +20,10 @@ COLOURS = {
     Outcome.BUDGET: "#ef6c00",
     Outcome.INFRA: "#757575",
 }
+
+
+LONGEST_LABEL = 24  # characters
+MOST_CURVES = 8
 
 
 class Figure(NamedTuple):
@@ -51,7 +55,7 @@ def label(text: str) -> str:
     return re.sub("-+", "-", kept).lstrip("_ ")[:40] or "?"
 
 
-def draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int = 1) -> Figure:
+def draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int = 1, height: float = 3.0) -> Figure:
     """A figure whose panels are painted by a function of their axes."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
@@ -59,7 +63,7 @@ def draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int 
     with matplotlib.rc_context(
         {"svg.hashsalt": "fastadv", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     ):
-        canvas = Canvas(figsize=(4.6 * panels, 3.0), layout="constrained")
+        canvas = Canvas(figsize=(4.6 * panels, height), layout="constrained")
         axes = canvas.subplots(1, panels, squeeze=False)[0]
         paint(axes)
         buffer = io.StringIO()
@@ -69,8 +73,14 @@ def draw(title: str, caption: str, paint: Callable[[Any], None], *, panels: int 
 
 
 def _label(name: str) -> str:
-    """An arm's name as it is written: matplotlib would read mathematics between dollar signs."""
-    return plain(name).replace("$", r"\$")
+    """An arm's name as it is written, cut where it is long: matplotlib would read mathematics between dollar signs."""
+    shown = plain(name if len(name) <= LONGEST_LABEL else f"{name[:LONGEST_LABEL]}…")
+    return shown.replace("$", r"\$")
+
+
+def _turned(names: Iterable[str]) -> dict[str, Any]:
+    """How names stand at an axis: upright where they are words."""
+    return {"rotation": 90} if any(len(name) > 4 for name in names) else {}
 
 
 def _turns(result: ReplayResult) -> Figure:
@@ -110,16 +120,16 @@ def _reward_by_turn(result: ReplayResult) -> Figure:
 def _second_moments(result: ReplayResult) -> Figure:
     def paint(axes: Any) -> None:
         names = [_label(arm.name) for arm in result.arms]
-        axes[0].bar(names, [arm.second_moment for arm in result.arms], color="#5c6bc0")
+        places = range(len(names))
+        axes[0].bar(places, [arm.second_moment for arm in result.arms], color="#5c6bc0")
         axes[0].set_ylabel("E[A²] per token")
-        axes[1].bar(names, [arm.subsidy for arm in result.arms], color=COLOURS[Outcome.BUDGET])
+        axes[1].bar(places, [arm.subsidy for arm in result.arms], color=COLOURS[Outcome.BUDGET])
         axes[1].set_ylabel("implied reward for the cap")
-        if result.options.arms:  # names that are words
-            for panel in axes:
-                panel.tick_params(axis="x", rotation=90)
+        for panel in axes:
+            panel.set_xticks(places, names, **_turned(names))
 
     caption = "Left: the mean square advantage per token. Right: what running into the cap is paid."
-    return draw("Advantages by arm", caption, paint, panels=2)
+    return draw("Advantages by arm", caption, paint, panels=2, height=5.0 if result.options.arms else 3.0)
 
 
 def _alignments(projections: Projections) -> Figure:
@@ -133,8 +143,7 @@ def _alignments(projections: Projections) -> Figure:
                 e = row.comparison.alignment
                 axes[0].plot([place + shift] * 2, [e.low, e.high], color=colour)
                 axes[0].plot(place + shift, e.value, "o", color=colour, label=None if place else estimator)
-            turned = 90 if max((len(row.arm) for row in rows), default=0) > 4 else 0
-            axes[0].set_xticks(range(len(shown)), [_label(row.arm) for row in shown], rotation=turned)
+            axes[0].set_xticks(range(len(shown)), [_label(row.arm) for row in shown], **_turned(r.arm for r in rows))
         axes[0].axhline(0, color="#bdbdbd", linewidth=0.8)
         axes[0].set_ylabel("along grad P(cap)")
         axes[0].legend(frameon=False)
@@ -143,13 +152,14 @@ def _alignments(projections: Projections) -> Figure:
         "How far each arm's difference from the reference lies along grad P(cap), with 95 % intervals: in these "
         "rollouts (plug-in), where noise on both sides makes a cosine out of nothing, and from pairs of other prompts."
     )
-    return draw("What arms add, along the cap", caption, paint)
+    tall = bool(_turned(row.arm for row in rows))
+    return draw("What arms add, along the cap", caption, paint, height=5.0 if tall else 3.0)
 
 
 def _by_bucket(result: ReplayResult, scopes: tuple[str, ...], what: str) -> Figure:
     present = [s for s in scopes if any(row.scope == s for row in result.gradients)]
     reference, *others = [arm.name for arm in result.arms]
-    shown = others if result.options.arms else ["b", "c", "e"]
+    shown = others[:MOST_CURVES] if result.options.arms else ["b", "c", "e"]
 
     def paint(axes: Any) -> None:
         for name in shown:
@@ -163,5 +173,9 @@ def _by_bucket(result: ReplayResult, scopes: tuple[str, ...], what: str) -> Figu
             panel.tick_params(axis="x", rotation=30)
 
     caption = f"Each arm's gradient against the reference, by {what}"
-    caption += "." if result.options.arms else ": (b) mask, (c) mask with survivors, (e) turn-reached."
-    return draw(f"Gradients by {what}", caption, paint, panels=2)
+    caption += (
+        f": the first {len(shown)} arms."
+        if result.options.arms
+        else ": (b) mask, (c) mask with survivors, (e) turn-reached."
+    )
+    return draw(f"Gradients by {what}", caption, paint, panels=2, height=4.0 if result.options.arms else 3.0)

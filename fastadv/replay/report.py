@@ -60,6 +60,8 @@ def _files(result: ReplayResult) -> Table:
     caption = (
         "Statistics are frozen once per dump, from its unmasked rollouts, and shared by every arm; the hash names them."
     )
+    if result.options.arms:
+        caption += " Arms with survivors, a kappa or buckets of their own have theirs, of the same rollouts."
     return Table("Dumps", caption, ["dump", "format", "rollouts", "response tokens", "statistics hash"], rows)
 
 
