@@ -25,6 +25,7 @@ from fastadv.arms import (
     rescue_weights,
 )
 from fastadv.arms.known import sampled_ranks
+from fastadv.arms.rules import repeating
 from fastadv.outcomes import Ending, Outcome
 
 S, F, B = Outcome.SOLVED, Outcome.FAILED, Outcome.BUDGET
@@ -89,6 +90,17 @@ def test_microcoder_spares_the_wrong_and_the_repeating() -> None:
     assert shares == [0, 7]
 
 
+def test_a_response_that_is_two_windows_long_can_repeat_itself() -> None:
+    ids = torch.tensor([9, 1, 2, 1, 2, 9, 1, 2, 2, 1])  # a prompt token, then four
+    batch = fa.Batch.of(
+        mask=torch.ones(8), cu_seqlens=torch.tensor([0, 4, 8]), rewards=torch.zeros(2), group_ids=[0, 0],
+        outcomes=["budget"] * 2, token_ids=fa.TokenIds(ids, torch.tensor([0, 5, 10])),
+    )  # fmt: skip
+    assert repeating("test", batch, 2).tolist() == [True, False]
+    assert repeating("test", batch, 1).tolist() == [False, False]
+    assert repeating("test", batch, 3).tolist() == [False, False]
+
+
 @pytest.mark.row(5, 21)
 def test_skywork_before_is_the_survivors_and_after_is_all() -> None:
     batch = make(outcomes=[S, F, B, B, S, S, F, B], rewards=torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0]),
@@ -136,6 +148,9 @@ def test_stale_groups_are_dropped_or_rescued_by_one_coin_a_group() -> None:
         assert weights[:4].unique().numel() == 1
         seen.add(float(weights[0]))
     assert seen == {0.0, 4.0}
+    one_stale = fa.ARMS["rescue"](after=1)  # row 7 makes its group stale
+    for seed in range(9):
+        assert replace(one_stale, seed=seed).apply(batch, None).weights[4:].tolist() in ([0.0] * 4, [4.0] * 4)
 
 
 @pytest.mark.row(28, 29)
@@ -233,6 +248,7 @@ def test_coins_of_tokens_are_their_own() -> None:
         mask=torch.tensor([1, 0, 1] * many), cu_seqlens=torch.arange(many + 1) * 3, rewards=torch.zeros(many),
         group_ids=torch.arange(many), outcomes=torch.ones(many, dtype=torch.int64))).view(many, 3)  # fmt: skip
     assert (going[:, 0] == 1).all()
+    assert going[:, 2].unique().tolist() == [0.0, 2.0]
     assert going[:, 2].mean().item() == pytest.approx(1.0, abs=5 / many**0.5)
 
 

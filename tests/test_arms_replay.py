@@ -16,7 +16,7 @@ from test_replay_gradients import by_hand
 from torch import Tensor
 
 import fastadv as fa
-from fastadv.arms import Arm, TurnMask, question_one_arms
+from fastadv.arms import Arm, TokenCoins, TurnMask, question_one_arms
 from fastadv.gradproj.gram import outline
 from fastadv.gradproj.projections import arm_weights
 from fastadv.gradproj.scopes import Weighted
@@ -24,7 +24,7 @@ from fastadv.outcomes import Ending, Outcome
 from fastadv.replay import pipeline
 from fastadv.replay.arm_table import arm_row, baselines, prompt_sums
 from fastadv.replay.errors import ReplayError
-from fastadv.replay.gradients import policy_gradients
+from fastadv.replay.gradients import GradientCells, policy_gradients
 from fastadv.replay.page import render
 from fastadv.replay.pipeline import ReplayOptions, replay
 from fastadv.replay.policy import Policy
@@ -117,6 +117,21 @@ def test_replay_of_named_arms_is_plain_autograd(folder: Path, dump: Path, batch:
     assert next(row for row in by_turn if row.arm == "predictable").norm == 0
     render(result)
     json.loads(as_json(result))
+
+
+def test_buckets_of_positions_and_coins_add_up_to_the_whole(folder: Path, batch: fa.Batch) -> None:
+    """Turns are parts of the batch, whatever the arm's own buckets are."""
+    policy = Policy.load(folder, dtype=torch.float64)
+    both = Arm("both", baseline="turn-reached", position_edges=(2,), token_weights=TokenCoins(0.5))
+    cells = GradientCells([both], policy.size)
+    result = both.apply(batch, both.freeze(batch))
+    cells.add(policy, batch, [result], 0, loss="reinforce", max_tokens=64, progress=lambda done: None)
+    found = coefficients(both, batch)
+    for turn in (0, 1):
+        expected = by_hand(policy, batch, torch.where(batch.turn_ids == turn, found, 0.0))
+        torch.testing.assert_close(cells.by_turn[0, :, turn].sum(0), expected, rtol=1e-9, atol=1e-9)
+    whole = by_hand(policy, batch, found)
+    torch.testing.assert_close(cells.by_difficulty[0].sum((0, 1)), whole, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("logged")

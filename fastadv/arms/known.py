@@ -20,8 +20,8 @@ class Known:
         step: version of the weights that are about to be updated; None: the newest version in the batch.
         stale: `[B]` bool, rollouts that are stale; None: by `Batch.versions`.
         keep_probability: `[B]` in (0, 1], with which each rollout got into the batch; None: all of them did.
-        group_ids: `[B]` integers or strings that coins of groups are tossed by, the same in every pass and process. None:
-            the smallest row id of each group.
+        group_ids: `[B]` integers or strings that coins of groups are tossed by, the same in every pass and process;
+            without them: the smallest row id of each group.
     """
 
     step: int | None = None
