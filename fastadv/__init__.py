@@ -2,8 +2,6 @@
 references."""
 
 from fastadv import gradproj, monitoring
-from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
-from fastadv import gradproj
 from fastadv.arms import (
     ARMS,
     Arm,
@@ -58,9 +56,9 @@ from fastadv.validation import checks
 __version__ = "0.1.0"
 
 __all__ = [
+    "ARMS",
     "DIVISORS",
     "ESTIMATORS",
-    "ARMS",
     "KL",
     "PRESETS",
     "Arm",
@@ -132,8 +130,8 @@ __all__ = [
     "matched_update",
     "monitoring",
     "multi_dot_gram",
-    "outcomes_of",
     "named_arm",
+    "outcomes_of",
     "pad",
     "policy_loss",
     "question_one_arms",

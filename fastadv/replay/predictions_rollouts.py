@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, freeze
+from fastadv.arms.baselines import baselines
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram, rows_of_segments
 from fastadv.gradproj.projections import DRAWS, arm_weights, project
@@ -28,7 +29,7 @@ from fastadv.gradproj.statistics import (
     u_statistic_draws,
 )
 from fastadv.outcomes import Outcome
-from fastadv.replay.arm_table import PromptSums, baselines
+from fastadv.replay.arm_table import PromptSums
 from fastadv.replay.verdicts import Prediction, Rule, judged, no_data, weighted_slopes
 
 P2_COSINE = Rule(above=0.5, null=0.1, effect=0.5)  # 0: no more along the cap than along any direction
