@@ -104,6 +104,54 @@ int py_segment_tokens(const py::tuple& rows, bool wide, uintptr_t table, const p
   return segment_tokens(r, pointer<const float>(table), first, ids, m, pointer<float>(tokens), threads);
 }
 
+int py_masked_spread(const py::tuple& rows, const py::object& values, const py::object& mask, uintptr_t spread, int threads) {
+  const Rows r = rows_of(rows);
+  const TokenView v = token_view(values), m = token_view(mask);
+  const py::gil_scoped_release release;
+  return masked_spread(r, v, m, pointer<double>(spread), threads);
+}
+
+int py_standardize(const py::tuple& rows, const py::object& values, const py::object& mask, uintptr_t mean_and_scale, uintptr_t out,
+                   int threads) {
+  const Rows r = rows_of(rows);
+  const TokenView v = token_view(values), m = token_view(mask);
+  const py::gil_scoped_release release;
+  return standardize(r, v, m, pointer<const double>(mean_and_scale), pointer<float>(out), threads);
+}
+
+// `given`: mask, token rewards or None, values or None, addresses of the rows' rewards and baselines or 0. `rule`: gamma, lam,
+// whether gaps are discounted. `out`: addresses of returns, advantages or 0, spread.
+int py_token_returns(const py::tuple& rows, const py::tuple& given, const py::tuple& rule, const py::tuple& out, int threads) {
+  const TokenReturnsInputs in{rows_of(rows),
+                              token_view(given[0]),
+                              token_view(given[1]),
+                              token_view(given[2]),
+                              pointer<const double>(given[3].cast<uintptr_t>()),
+                              pointer<const double>(given[4].cast<uintptr_t>())};
+  const ReturnRule how{rule[0].cast<double>(), rule[1].cast<double>(), rule[2].cast<bool>()};
+  const TokenReturnsOutputs to{pointer<float>(out[0].cast<uintptr_t>()), pointer<float>(out[1].cast<uintptr_t>()),
+                               pointer<double>(out[2].cast<uintptr_t>())};
+  const py::gil_scoped_release release;
+  return token_returns(in, how, to, threads);
+}
+
+// `given`: mask, returns, log-probs, sums of squares, weights or None. `rule`: compact, zero tail, eps.
+int py_optimal_token_baseline(const py::tuple& rows, const py::tuple& groups, const py::tuple& given, const py::tuple& rule,
+                              uintptr_t advantages, int threads) {
+  const TokenBaselineInputs in{rows_of(rows),
+                               groups_of(groups),
+                               token_view(given[0]),
+                               token_view(given[1]),
+                               token_view(given[2]),
+                               token_view(given[3]),
+                               token_view(given[4]),
+                               rule[0].cast<bool>(),
+                               rule[1].cast<bool>(),
+                               rule[2].cast<double>()};
+  const py::gil_scoped_release release;
+  return optimal_token_baseline(in, pointer<float>(advantages), threads);
+}
+
 int py_token_counts(const py::tuple& rows, const py::object& mask, uintptr_t counts, int threads) {
   const Rows r = rows_of(rows);
   const TokenView m = token_view(mask);
@@ -321,6 +369,10 @@ PYBIND11_MODULE(FASTADV_MODULE, m) {
   m.def("turn_counts", &py_turn_counts);
   m.def("segment_tokens", &py_segment_tokens);
   m.def("token_counts", &py_token_counts);
+  m.def("masked_spread", &py_masked_spread);
+  m.def("standardize", &py_standardize);
+  m.def("token_returns", &py_token_returns);
+  m.def("optimal_token_baseline", &py_optimal_token_baseline);
   m.def("group_moments", &py_group_moments);
   m.def("turn_moments", &py_turn_moments);
   m.def("group_advantages", &py_group_advantages);

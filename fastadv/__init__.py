@@ -34,17 +34,21 @@ from fastadv.ops.group_advantages import group_advantages, singleton_rows
 from fastadv.ops.linear_log_probs import linear_log_probs
 from fastadv.ops.linear_policy_loss import linear_policy_loss
 from fastadv.ops.multi_dot_gram import multi_dot_gram
+from fastadv.ops.optimal_token_baseline import optimal_token_baseline
 from fastadv.ops.policy_loss import LossOutput, policy_loss
 from fastadv.ops.score_centering import Sampler, score_centering_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.sequence_log_ratios import sequence_log_ratios
 from fastadv.ops.token_counts import Denominators, denominators, token_counts
 from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
+from fastadv.ops.token_returns import TokenReturns, token_returns
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
 from fastadv.outcomes import Census, Ending, Outcome, Outcomes, Regime, census, outcomes_of, regime
 from fastadv.record import StepRecord
 from fastadv.record_file import RecordError, RecordWriter, read_records
+from fastadv.ops.whiten import whiten
+from fastadv.outcomes import Census, Ending, Outcome, census
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rewards import soft_overlong_penalty, stop_properly_penalty, truncation_mask, zero_on_cap
 from fastadv.segment_table import Segments, SegmentTable
@@ -97,6 +101,7 @@ __all__ = [
     "TokenIndex",
     "TokenLogProbs",
     "UpdateNorm",
+    "TokenReturns",
     "anchor_groups",
     "arm_from_dict",
     "arm_to_dict",
@@ -132,6 +137,7 @@ __all__ = [
     "multi_dot_gram",
     "named_arm",
     "outcomes_of",
+    "optimal_token_baseline",
     "pad",
     "policy_loss",
     "question_one_arms",
@@ -150,10 +156,12 @@ __all__ = [
     "token_index",
     "token_log_probs",
     "truncation_mask",
+    "token_returns",
     "turn_advantages",
     "turn_ids_from_mask",
     "turn_ids_from_positions",
     "unpad",
     "update_norms",
     "zero_on_cap",
+    "whiten",
 ]

@@ -31,6 +31,7 @@ import fastadv as fa
 __all__ = [
     "BACKENDS",
     "CASES",
+    "CPU_CASES",
     "EMULATED",
     "GARBAGE",
     "INTERPRETED",
@@ -112,6 +113,51 @@ def excluded(inputs: Inputs) -> Tensor:
 
 def with_include(make: Callable[[Draw], Inputs]) -> Callable[[Draw], Inputs]:
     return lambda d: {**make(d), "include": d.include}
+
+
+# ---- token-level returns ---------------------------------------------------------------------------------------------
+
+
+def whiten(backend: str, **inputs: Any) -> Outputs:
+    return {"whitened": fa.whiten(**inputs, backend=backend)}
+
+
+def make_whiten(d: Draw) -> Inputs:
+    return {"values": 3 + d.normal(*d.tokens), "mask": d.mask, "cu_seqlens": d.cu_seqlens}
+
+
+def token_returns(options: dict[str, Any]) -> Callable[..., Outputs]:
+    def call(backend: str, **inputs: Any) -> Outputs:
+        out = fa.token_returns(**inputs, **options, backend=backend)
+        count, mean, squares = out.spread
+        return {"advantages": out.advantages, "returns": out.returns, "count": count, "mean": mean, "squares": squares}
+
+    return call
+
+
+def make_token_returns(d: Draw, *tokens: str, rows: tuple[str, ...] = ()) -> Inputs:
+    inputs = {name: 0.5 + d.uniform(*d.tokens) for name in tokens} | {name: d.uniform(d.rows) for name in rows}
+    return {**inputs, "mask": d.mask, "cu_seqlens": d.cu_seqlens}
+
+
+def optimal_token_baseline(options: dict[str, Any]) -> Callable[..., Outputs]:
+    def call(backend: str, **inputs: Any) -> Outputs:
+        return {"advantages": fa.optimal_token_baseline(**inputs, **options, backend=backend)}
+
+    return call
+
+
+def make_optimal_token_baseline(d: Draw, weighted: bool = False) -> Inputs:
+    p = 0.01 + 0.7 * d.uniform(*d.tokens)
+    inputs = {
+        "returns": d.normal(*d.tokens),
+        "log_probs": p.log(),
+        "sum_p2": p * p + (1 - p) ** 2 * d.uniform(*d.tokens),
+        "group_ids": d.group_ids,
+        "mask": d.mask,
+        "cu_seqlens": d.cu_seqlens,
+    }
+    return {**inputs, "is_weights": 0.1 + d.uniform(*d.tokens)} if weighted else inputs
 
 
 # ---- log-probs from logits -------------------------------------------------------------------------------------------
@@ -315,6 +361,41 @@ CASES = (
     ),
     Case("multi_dot_gram", make_multi_dot_gram, multi_dot_gram),
     Case("count_sketch", lambda d: {"numbers": 10 * d.normal(*d.tokens)}, count_sketch),
+)
+# What has kernels on the CPU only.
+CPU_CASES = (
+    Case("whiten", make_whiten, whiten, token_inputs=("values",)),
+    Case(
+        "token_returns",
+        lambda d: make_token_returns(d, "token_rewards"),
+        token_returns({"gamma": 0.99}),
+        token_inputs=("token_rewards",),
+    ),
+    Case(
+        "token_returns[rows, baselines]",
+        lambda d: make_token_returns(d, "token_rewards", rows=("rewards", "baselines")),
+        token_returns({"gamma": 0.9, "discount_gaps": True}),
+        token_inputs=("token_rewards",),
+    ),
+    Case(
+        "token_returns[gae]",
+        lambda d: make_token_returns(d, "token_rewards", "values"),
+        token_returns({"gamma": 0.99, "lam": 0.95}),
+        token_inputs=("token_rewards", "values"),
+        tolerance=1e-5,  # an advantage is a difference
+    ),
+    Case(
+        "optimal_token_baseline",
+        make_optimal_token_baseline,
+        optimal_token_baseline({}),
+        token_inputs=("returns", "log_probs", "sum_p2"),
+    ),
+    Case(
+        "optimal_token_baseline[sampled, is_weights]",
+        lambda d: make_optimal_token_baseline(d, weighted=True),
+        optimal_token_baseline({"positions": "sampled", "zero_tail": False}),
+        token_inputs=("returns", "log_probs", "sum_p2", "is_weights"),
+    ),
 )
 # The interpreter takes seconds a test: one case of each kernel runs always, and the rest with the slow tests.
 QUICK = (

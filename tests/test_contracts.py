@@ -12,6 +12,7 @@ import torch
 from op_cases import (
     BACKENDS,
     CASES,
+    CPU_CASES,
     EMULATED,
     GARBAGE,
     INTERPRETED,
@@ -31,9 +32,10 @@ from torch import Tensor
 import fastadv as fa
 from fastadv import native
 
+WITH_CPU_KERNELS = (*CASES, *CPU_CASES)
 # Every op on every backend; losses without a kernel keep the same contracts on the reference.
 PAIRS = [
-    *((case, backend) for case in CASES for backend in BACKENDS),
+    *((case, backend) for case in WITH_CPU_KERNELS for backend in BACKENDS),
     *((case, "reference") for case in REFERENCE_CASES),
     *((case, backend) for case in PRODUCT_CASES for backend in ("reference", "triton")),
 ]
@@ -272,7 +274,7 @@ def padded_inputs(case: Case) -> list[str]:
     return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() == 2]
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if padded_inputs(c)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in WITH_CPU_KERNELS if padded_inputs(c)], ids=lambda case: case.name)
 @ON_NATIVE
 def test_rows_far_apart(case: Case, backend: str) -> None:
     """Rows 2^30 elements apart: the third begins beyond what 32 bits of bytes, or of elements doubled, can reach."""
@@ -325,7 +327,7 @@ def assert_rounded_once(low: Tensor, exact: Tensor) -> None:
 # ---- 7. the same bits for any thread count ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WITH_CPU_KERNELS, ids=lambda case: case.name)
 @ON_NATIVE
 @pytest.mark.parametrize("padded", [False, True], ids=("packed", "padded"))
 def test_thread_count_does_not_change_a_bit(case: Case, backend: str, padded: bool, monkeypatch: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import BACKENDS, CASES, EMULATED, INTERPRETED, NATIVE, Case, Shape, parametrize
+from op_cases import BACKENDS, CASES, CPU_CASES, EMULATED, INTERPRETED, NATIVE, Case, Shape, parametrize
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -16,7 +16,7 @@ import fastadv as fa
 from fastadv import native
 
 # Index objects are built once per batch, outside of graphs: they need the number of segments on the host.
-IN_GRAPH = [case for case in CASES if case.name != "segments"]
+IN_GRAPH = [case for case in (*CASES, *CPU_CASES) if case.name != "segments"]
 EVERY = pytest.mark.parametrize("case", IN_GRAPH, ids=lambda case: case.name)
 ON = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -126,7 +126,7 @@ def unwrapped(value: Tensor) -> Tensor:
     return value.a
 
 
-ALL = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ALL = pytest.mark.parametrize("case", [*CASES, *CPU_CASES], ids=lambda case: case.name)
 
 
 @ALL

@@ -10,6 +10,7 @@
 #include "fastadv/gram.h"
 #include "fastadv/log_softmax.h"
 #include "fastadv/policy_loss.h"
+#include "fastadv/returns.h"
 
 namespace fastadv {
 
@@ -72,6 +73,17 @@ template <class Out>
 void turn_advantages(const AdvantageInputs& in, const AdvantageRule& rule, const TurnTable& table, const int64_t* offsets,
                      double kappa, bool shrink_to_mean, Out* segments, int threads);
 
+// ---- optimal_token_baseline.cpp
+struct TokenBaselineInputs {
+  Rows rows;
+  Groups groups;
+  TokenView mask, returns, log_probs, sum_p2, is_weights;  // the last may be absent
+  bool compact = false;    // positions count the tokens of the mask only, and rows without one are not there
+  bool zero_tail = true;   // no baseline for the longest row beyond the second longest
+  double eps = 1e-8;       // added to the weights
+};
+int optimal_token_baseline(const TokenBaselineInputs& in, float* advantages, int threads);
+
 // ---- sequence_log_ratios.cpp: per row, over the tokens of the mask
 struct SequenceLogRatios {        // each [rows]
   double* sum = nullptr;          // of log_prob - old_log_prob
@@ -81,6 +93,24 @@ struct SequenceLogRatios {        // each [rows]
 };
 int sequence_log_ratios(const Rows& rows, const TokenView& log_probs, const TokenView& old_log_probs, const TokenView& mask,
                         bool skip_missing, const SequenceLogRatios& out, int threads);
+
+// ---- whiten.cpp: count, mean and summed squared distance from it of the values of the mask, [3]; and (value - mean) * scale
+int masked_spread(const Rows& rows, const TokenView& values, const TokenView& mask, double* spread, int threads);
+int standardize(const Rows& rows, const TokenView& values, const TokenView& mask, const double* mean_and_scale, float* out, int threads);
+
+// ---- token_returns.cpp: rewards to go, or GAE where there are values
+struct TokenReturnsInputs {
+  Rows rows;
+  TokenView mask, token_rewards, values;   // the last two may be absent
+  const double* row_rewards = nullptr;     // [rows] or null: of each row's last token that counts
+  const double* row_baselines = nullptr;   // [rows] or null; without values only
+};
+struct TokenReturnsOutputs {
+  float* returns = nullptr;     // [tokens]
+  float* advantages = nullptr;  // [tokens]; where there are values or baselines
+  double* spread = nullptr;     // [3]: of the advantages, which without values and baselines are the returns
+};
+int token_returns(const TokenReturnsInputs& in, const ReturnRule& rule, const TokenReturnsOutputs& out, int threads);
 
 // ---- policy_loss.cpp
 enum class AdvantageKind : int { kToken = 0, kRow = 1, kSegment = 2 };

@@ -1,0 +1,82 @@
+"""Whitening over ranks, with real processes on gloo: a rank without tokens joins in (slime#2235, Miles#3229)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from draws import BACKENDS
+from torch import Tensor
+
+import fastadv as fa
+
+# slime#2235: whitened apart, 5 and 9 would both become 0.866.
+TOKENS = torch.tensor([1.0, 1, 1, 1, 5, 5, 9, 9])
+WHITENED = torch.tensor(4 * [-0.84611411] + 2 * [0.28203804] + 2 * [1.41019019])
+HOLDS = {1: [range(8)], 2: [[0, 1, 6, 7], [2, 3, 4, 5]], 3: [[0, 1, 6, 7], [2, 3, 4, 5], []]}
+ROWS = 12
+
+
+def batch() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    return {
+        "rewards": torch.rand(ROWS, generator=g),
+        "groups": torch.arange(ROWS) // 4,
+        "mask": torch.rand(ROWS, 9, generator=g) < 0.6,
+        "values": 100 + torch.randn(ROWS, 9, generator=g),
+    }
+
+
+def rows_of(world: int, rank: int) -> slice:
+    """Whole groups: one a rank; with one rank more than groups, the last has none."""
+    return (
+        slice(0, ROWS)
+        if world == 1
+        else slice(8 * rank, 8 * rank + 8)
+        if world == 2
+        else slice(12 * rank, 12 * rank + 12)
+    )
+
+
+def results(b: dict[str, Tensor], group: Any, backend: str) -> dict[str, Tensor]:
+    given = {"mask": b["mask"], "process_group": group, "backend": backend}
+    plus = fa.estimate("reinforce_plus_plus/verl", b["rewards"], **given, gamma=0.9)
+    critic = fa.estimate("gae/verl", b["rewards"], values=b["values"], **given)
+    baseline = fa.estimate("reinforce_plus_plus_baseline/verl", b["rewards"], b["groups"], **given)
+    whitened = fa.whiten(b["values"], b["mask"], process_group=group, backend=backend)
+    return {"whiten": whitened, "plus": plus.advantages, "gae": critic.advantages, "baseline": baseline.advantages}
+
+
+def run_rank(rank: int, world: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
+    mine = {name: value[rows_of(world, rank)] for name, value in batch().items()}
+    holds = torch.tensor(list(HOLDS[world][rank]), dtype=torch.int64)
+    found = {}
+    for backend in BACKENDS:
+        found[backend] = results(mine, dist.group.WORLD, backend)
+        tokens = TOKENS[holds]
+        found[backend]["known"] = fa.whiten(
+            tokens, torch.ones(len(tokens)), process_group=dist.group.WORLD, backend=backend
+        )
+    torch.save(found, f"{folder}/{world}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_whiten_together_and_one_of_them_may_be_empty() -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        for world in HOLDS:
+            mp.spawn(run_rank, (world, folder), nprocs=world)
+        found = {world: [torch.load(f"{folder}/{world}-{r}.pt") for r in range(world)] for world in HOLDS}
+    for backend in BACKENDS:
+        whole = results(batch(), None, backend)
+        for world, ranks in found.items():
+            for holds, rank in zip(HOLDS[world], ranks, strict=True):
+                torch.testing.assert_close(rank[backend]["known"], WHITENED[list(holds)], rtol=0, atol=1e-6)
+            for name, exact in whole.items():
+                joined = torch.cat([rank[backend][name] for rank in ranks])
+                torch.testing.assert_close(joined, exact, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
