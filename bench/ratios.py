@@ -1,7 +1,7 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
-python -m bench.ratios [policy-loss] [losses] [advantages] [estimators] [log-probs] [linear] [gradproj]
-    [gradproj-kernels] [scaling] [replay]
+python -m bench.ratios [policy-loss] [losses] [advantages] [estimators] [token-estimators] [log-probs] [linear]
+    [gradproj] [gradproj-kernels] [scaling] [replay]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from bench.harness import (
 )
 from bench.log_probs import log_probs
 from bench.losses import losses
+from bench.token_estimators import token_estimators
 from fastadv.ops import segments as lookup
 
 BYTES = {
@@ -245,6 +246,7 @@ SUITES = {
     "linear": linear.linear,
     "gradproj": segment_grams,
     "gradproj-kernels": gradproj_kernels,
+    "token-estimators": token_estimators,
     "scaling": scaling,
     "replay": replay,
 }

@@ -362,3 +362,64 @@ def test_backends_without_these_kernels_say_so(backend: str) -> None:
     ):
         with pytest.raises(fa.BackendUnavailableError, match="no kernel for this op; use backend='reference'"):
             call()
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+MASK, TOKENS, CU = torch.tensor([1, 1, 0, 1, 1]), -torch.ones(5), torch.tensor([0, 2, 5])
+
+
+def run(backend: str, **changes: Any) -> Any:
+    return fa.token_returns(**{"mask": MASK, "cu_seqlens": CU, "token_rewards": TOKENS, **changes}, backend=backend)
+
+
+def white(backend: str, **changes: Any) -> Any:
+    return fa.whiten(**{"values": TOKENS, "mask": MASK, **changes}, backend=backend)
+
+
+def baseline(backend: str, **changes: Any) -> Any:
+    given = {"returns": TOKENS, "log_probs": TOKENS, "sum_p2": -TOKENS, "mask": MASK, "cu_seqlens": CU}
+    return fa.optimal_token_baseline(**{**given, "group_ids": [0, 0], **changes}, backend=backend)
+
+
+BAD = [
+    (run, {"mask": torch.tensor([1, 0.5, 0, 1, 1])}, ValueError, r"token_returns: mask has a fractional"),
+    (run, {"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"cu_seqlens ends at 4, but mask has 5 tokens"),
+    (run, {"token_rewards": TOKENS[:4]}, ValueError, r"token_rewards has shape \[4\]; expected \[5\]"),
+    (run, {"token_rewards": MASK}, TypeError, r"token_rewards has dtype torch.int64"),
+    (run, {"rewards": torch.ones(5)}, ValueError, r"rewards has shape \[5\]; expected \[2\]"),
+    (run, {"token_rewards": None}, ValueError, r"rewards and token_rewards are both None"),
+    (run, {"gamma": -0.5}, ValueError, r"gamma is -0.5; it must be finite and at least 0"),
+    (run, {"gamma": torch.ones(())}, TypeError, r"gamma is a Tensor; pass a number"),
+    (run, {"lam": 0.9}, ValueError, r"lam is 0.9, but values is None"),
+    (run, {"values": TOKENS, "baselines": torch.ones(2)}, ValueError, r"baselines is given, but with values"),
+    (run, {"values": TOKENS, "discount_gaps": True}, ValueError, r"discount_gaps is True, but with values"),
+    (white, {"values": MASK}, TypeError, r"values has dtype torch.int64"),
+    (white, {"mask": torch.tensor([1, 0.5, 0, 1, 1])}, ValueError, r"whiten: mask has a fractional"),
+    (white, {"mask": MASK[:4]}, ValueError, r"mask has shape \[4\]; expected \[5\]"),
+    (white, {"eps_form": "max"}, ValueError, r"eps_form is 'max'; it must be one of 'add', 'floor'"),
+    (white, {"eps": math.inf}, ValueError, r"eps is inf; it must be finite"),
+    (white, {"spread": torch.ones(2).double()}, ValueError, r"spread has shape \[2\]; expected \[3\]"),
+    (baseline, {"mask": torch.tensor([1, 0.5, 0, 1, 1])}, ValueError, r"optimal_token_baseline: mask has a fractional"),
+    (baseline, {"group_ids": [0, 0, 1]}, ValueError, r"group_ids has 3 rollouts, returns has 2"),
+    (baseline, {"positions": "turns"}, ValueError, r"positions is 'turns'; it must be one of 'all', 'sampled'"),
+    (baseline, {"is_weights": torch.ones(2)}, ValueError, r"is_weights has shape \[2\]; expected \[5\]"),
+]
+
+
+@ON
+@pytest.mark.parametrize(("call", "changes", "error", "message"), BAD, ids=[b[3] for b in BAD])
+def test_bad_input(call: Any, changes: dict[str, Any], error: type[Exception], message: str, backend: str) -> None:
+    call(backend)
+    with pytest.raises(error, match=message):
+        call(backend, **changes)
+
+
+@ON
+def test_no_gradient_flows(backend: str) -> None:
+    leaf = TOKENS.clone().requires_grad_()
+    for out in (
+        run(backend, token_rewards=leaf, values=leaf),
+        [white(backend, values=leaf), baseline(backend, returns=leaf)],
+    ):
+        assert not any(t.requires_grad for t in out)

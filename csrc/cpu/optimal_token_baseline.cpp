@@ -9,17 +9,28 @@
 namespace fastadv {
 namespace {
 
-struct Position {
-  double returns = 0.0;  // weighted
-  double weight = 0.0;
-};
+// Sums of all numbers up to each, and of what came `before`. A sum waits four cycles for the one before it, so four parts of
+// the tile are summed at a time.
+void running_sums(double* x, int64_t n, double& before) {
+  const int64_t part = n / 4;
+  double sums[4] = {};
+  for (int64_t i = 0; i < part; ++i)
+    for (int k = 0; k < 4; ++k) x[k * part + i] = sums[k] += x[k * part + i];
+  for (int64_t i = 4 * part; i < n; ++i) x[i] = sums[3] += x[i];
+  for (int k = 0; k < 4; ++k) {
+    const int64_t end = k == 3 ? n : (k + 1) * part;
+    for (int64_t i = k * part; i < end; ++i) x[i] += before;
+    before += sums[k];
+  }
+}
 
 struct Group {
   const TokenBaselineInputs& in;
   const int64_t* rows;
   int64_t count;
-  Position* positions;  // as many as its longest row has tokens
-  int64_t longest;
+  int64_t longest;  // tokens of its longest row
+  double* returns;  // [longest + 1] positions: weighted, and then the baseline; one more, for what is behind the last
+  double* weights;  // [longest + 1]
 
   // Calls body(token, n, mask bytes, returns) for the tiles of a row.
   template <class Body>
@@ -37,41 +48,63 @@ struct Group {
 
   // Adds a row to the positions; returns its number of tokens that count.
   int64_t add(int64_t row, bool& fractional) const {
-    double energy = 0.0;
+    double before = 0.0;
     int64_t tokens = 0, position = 0;
-    fractional |= tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* returns) {
+    fractional |= tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* g) {
       alignas(64) float log_prob_buffer[kTile], sum_p2_buffer[kTile], weight_buffer[kTile];
-      double energies[kTile];
+      alignas(64) double energies[kTile], terms[kTile];
       const float* log_probs = load_floats(in.rows, in.log_probs, token, n, log_prob_buffer);
       const float* sum_p2 = load_floats(in.rows, in.sum_p2, token, n, sum_p2_buffer);
       for (int64_t i = 0; i < n; ++i) energies[i] = score_energy(exp_ten_digits(log_probs[i]), sum_p2[i]);
       if (in.is_weights.present()) {
-        const float* weights = load_floats(in.rows, in.is_weights, token, n, weight_buffer);
-        for (int64_t i = 0; i < n; ++i) energies[i] *= double(weights[i]) * double(weights[i]);
+        const float* rho = load_floats(in.rows, in.is_weights, token, n, weight_buffer);
+        for (int64_t i = 0; i < n; ++i) energies[i] *= double(rho[i]) * double(rho[i]);
       }
+      for (int64_t i = 0; i < n; ++i) energies[i] = on[i] ? energies[i] : 0.0;
+      running_sums(energies, n, before);
       for (int64_t i = 0; i < n; ++i) {
-        if (!on[i]) continue;
-        energy += energies[i];
-        Position& at = positions[in.compact ? tokens : position + i];
-        at.returns += double(returns[i]) * energy;
-        at.weight += energy;
-        ++tokens;
+        const double term = double(g[i]) * energies[i], energy = energies[i];
+        terms[i] = on[i] ? term : 0.0;
+        energies[i] = on[i] ? energy : 0.0;
       }
+      int64_t active = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        if (in.compact) {
+          terms[active] = terms[i];
+          energies[active] = energies[i];
+        }
+        active += on[i] != 0;
+      }
+      const int64_t at = in.compact ? tokens : position, positions = in.compact ? active : n;
+      for (int64_t i = 0; i < positions; ++i) returns[at + i] += terms[i];
+      for (int64_t i = 0; i < positions; ++i) weights[at + i] += energies[i];
+      tokens += active;
       position += n;
     });
     return tokens;
   }
 
-  // Advantages of a row; positions from `alone` on have no baseline.
-  void subtract(int64_t row, int64_t alone, float* advantages) const {
-    int64_t tokens = 0, position = 0;
-    tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* returns) {
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t at = in.compact ? tokens : position + i;
-        tokens += on[i] != 0;
-        advantages[token + i] = !on[i] ? 0.0f : at >= alone ? returns[i] : float(double(returns[i]) - positions[at].returns);
+  void subtract(int64_t row, float* advantages) const {
+    int64_t at = 0;
+    tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* g) {
+      alignas(64) double spread_out[kTile];
+      const double* baseline = returns + at;
+      if (in.compact) {
+        int64_t next = at;
+        for (int64_t i = 0; i < n; ++i) {
+          spread_out[i] = returns[next];
+          next += on[i] != 0;
+        }
+        at = next;
+        baseline = spread_out;
+      } else {
+        at += n;
       }
-      position += n;
+      float* const __restrict to = advantages + token;
+      for (int64_t i = 0; i < n; ++i) {
+        const float advantage = float(double(g[i]) - baseline[i]);
+        to[i] = on[i] ? advantage : 0.0f;
+      }
     });
   }
 
@@ -91,12 +124,14 @@ struct Group {
         second = std::max(second, found);
       }
     }
-    for (int64_t at = 0; at < longest; ++at) positions[at].returns /= positions[at].weight + in.eps;
-    for (int64_t k = 0; k < count; ++k) {
-      int64_t alone = longest;
-      if (members < 2) alone = 0;
-      else if (in.zero_tail && rows[k] == most_row && most > second) alone = second;
-      subtract(rows[k], alone, advantages);
+    for (int64_t at = 0; at < longest; ++at) returns[at] /= weights[at] + in.eps;
+    const bool lonely = in.zero_tail && members > 1 && most > second;
+    if (members < 2) std::fill(returns, returns + longest, 0.0);
+    for (int64_t k = 0; k < count; ++k)
+      if (!(lonely && rows[k] == most_row)) subtract(rows[k], advantages);
+    if (lonely) {  // the last to be done, so that nobody else misses what it has no baseline for
+      std::fill(returns + second, returns + longest, 0.0);
+      subtract(most_row, advantages);
     }
     return fractional;
   }
@@ -115,13 +150,13 @@ int optimal_token_baseline(const TokenBaselineInputs& in, float* advantages, int
       const int64_t row = in.groups.order[k];
       longest = std::max(longest, in.rows.end(row) - in.rows.begin(row));
     }
-    starts[g + 1] = starts[g] + longest;
+    starts[g + 1] = starts[g] + longest + 1;
   }
-  std::vector<Position> positions(starts.back());
+  std::vector<double> returns(starts.back()), weights(starts.back());
   std::atomic<int> faults{0};
   parallel_blocks(in.groups.count, threads, [&](int64_t g) {
     const int64_t first = in.groups.offsets[g], count = in.groups.offsets[g + 1] - first;
-    const Group group{in, in.groups.order + first, count, positions.data() + starts[g], starts[g + 1] - starts[g]};
+    const Group group{in, in.groups.order + first, count, starts[g + 1] - starts[g] - 1, &returns[starts[g]], &weights[starts[g]]};
     if (group.run(tokens.data(), advantages)) faults.fetch_or(kFractionalMask, std::memory_order_relaxed);
   });
   return faults.load();

@@ -1,159 +1,180 @@
-// Rewards to go and GAE, in one pass over each row from its end. A return waits for the one after it, eight cycles a token, so
-// several rows are taken at a time; each is computed alike whoever its neighbours are. In float32, of rewards a token: reads
+// Rewards to go and GAE, in one pass over each row from its end. A return waits for the one after it, eight cycles; eight
+// neighbours of the mask are solved at once, and only the first of them is waited for. In float32, of rewards a token: reads
 // and writes 9 bytes a token without values, 17 with them.
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
+#include "cpu/row_ranges.h"
 #include "cpu/spread.h"
 
 namespace fastadv {
 namespace {
 
-constexpr int64_t kRowsTogether = 8;
-constexpr int64_t kScanTile = 256;
+constexpr int64_t kScanTile = 512;
 
-// A row on its way from its end to its beginning, and its tile: token i of the tile's n lies at the end of `kept` and `added`.
+using Eight = double __attribute__((vector_size(8 * sizeof(double))));
+using EightIndices = int64_t __attribute__((vector_size(8 * sizeof(int64_t))));
+using EightFloats = float __attribute__((vector_size(8 * sizeof(float))));
+
+template <class Vector, class T>
+FASTADV_INLINE Vector load_eight(const T* p) {
+  Vector v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+// Lane k + By of `v`, 0 beyond the last.
+template <int By>
+FASTADV_INLINE Eight later(const Eight& v) {
+  return __builtin_shuffle(v, Eight{}, EightIndices{By, By + 1, By + 2, By + 3, By + 4, By + 5, By + 6, By + 7});
+}
+
+// What is known of a row behind the tokens that are still to come, and how it changes.
 struct RowScan {
-  int64_t row = 0, begin = 0, first = 0;  // tokens before `first` are still to come
-  int64_t n = 0;
-  double following = 0.0;     // return of what follows the tile
+  ReturnRule rule;
+  double on_kept, gap_kept;
+  Eight powers;               // on_kept^8, ..., on_kept^1
+  double gap_power = 1.0;     // gap_kept^8
+  double following = 0.0;     // return of what follows
   double next_value = 0.0;    // of the next token that counts
-  bool reward_to_come = false;  // the row's reward belongs to its last token that counts
-  Spread spread;
-  const uint8_t* on = nullptr;
-  double kept[kScanTile + 8], added[kScanTile + 8];  // 8 more, so that not all rows fall on the same sets of the cache
-  uint8_t mask_buffer[kScanTile];
+  bool reward_to_come;        // the row's reward belongs to its last token that counts
 
-  double* kept_tile() { return kept + kScanTile - n; }
-  double* added_tile() { return added + kScanTile - n; }
+  RowScan(const ReturnRule& how, bool values, bool row_reward)
+      : rule(how), on_kept(kept(how, values)), gap_kept(kept_in_gaps(how, values)), reward_to_come(row_reward) {
+    double power = 1.0;
+    for (int k = 7; k >= 0; --k) powers[k] = power *= on_kept;
+    for (int k = 0; k < 8; ++k) gap_power *= gap_kept;
+  }
+
+  // `x` holds what the token adds, and then its return, of GAE its advantage.
+  void step(double& x, const float* value) {
+    if (value) {
+      x += value_error(rule, *value, next_value);
+      next_value = *value;
+    }
+    x = following = x + on_kept * following;
+  }
+
+  void eight_steps(double* x, const float* value) {
+    Eight added = load_eight<Eight>(x);
+    if (value) {
+      const Eight here = __builtin_convertvector(load_eight<EightFloats>(value), Eight);
+      const Eight after = __builtin_shuffle(here, next_value - Eight{}, EightIndices{1, 2, 3, 4, 5, 6, 7, 8});
+      added += rule.gamma * after - here;
+      next_value = here[0];
+    }
+    // Each lane has what it adds; then what two, four and eight of them add.
+    added += on_kept * later<1>(added);
+    added += powers[6] * later<2>(added);
+    added += powers[4] * later<4>(added);
+    added += powers * following;
+    following = added[0];
+    std::memcpy(x, &added, sizeof(added));
+  }
+
+  // The returns of a tile, in place of what its tokens add; nothing is written outside of the mask.
+  void tile(double* x, const float* values, const uint8_t* on, int64_t n, double row_reward) {
+    const auto value = [&](int64_t i) { return values ? values + i : nullptr; };
+    int64_t i = n;
+    while (i > 0) {
+      uint64_t eight = 0;
+      if (i >= 8) std::memcpy(&eight, on + i - 8, 8);
+      const bool all = i >= 8 && !((eight - 0x0101010101010101u) & ~eight & 0x8080808080808080u);  // no byte of them is 0
+      if (i >= 8 && eight == 0) {
+        i -= 8;
+        following *= gap_power;
+      } else if (all && !reward_to_come) {
+        i -= 8;
+        eight_steps(x + i, value(i));
+      } else {
+        for (const int64_t end = std::max<int64_t>(0, i - 8); i > end;) {
+          --i;
+          if (!on[i]) {
+            following *= gap_kept;
+            continue;
+          }
+          if (reward_to_come) x[i] += row_reward;
+          reward_to_come = false;
+          step(x[i], value(i));
+        }
+      }
+    }
+  }
 };
 
-struct Scan {
-  const TokenReturnsInputs& in;
-  const ReturnRule& rule;
-  const TokenReturnsOutputs& out;
-
-  void start(RowScan& s, int64_t row) const {
-    s.row = row;
-    s.begin = in.rows.begin(row);
-    s.first = in.rows.end(row);
-    s.reward_to_come = in.row_rewards != nullptr;
-  }
-
-  // What each token of the next tile keeps and adds.
-  int prepare(RowScan& s) const {
-    alignas(64) float buffer[kScanTile];
-    bool fractional = false;
-    s.first -= s.n;
-    s.on = load_mask_bytes(in.rows, in.mask, s.first, s.n, s.mask_buffer, fractional);
-    const double on_kept = kept(rule, in.values.present()), off_kept = kept_in_gaps(rule, in.values.present());
-    double *const __restrict keep = s.kept_tile(), *const __restrict add = s.added_tile();
-    const uint8_t* const on = s.on;
-    for (int64_t i = 0; i < s.n; ++i) keep[i] = on[i] ? on_kept : off_kept;
+int scan_row(const TokenReturnsInputs& in, const ReturnRule& rule, const TokenReturnsOutputs& out, int64_t row, Spread& spread) {
+  alignas(64) float reward_buffer[kScanTile], value_buffer[kScanTile];
+  alignas(64) uint8_t mask_buffer[kScanTile];
+  alignas(64) double x[kScanTile];
+  bool fractional = false;
+  const double reward = in.row_rewards ? in.row_rewards[row] : 0.0;
+  RowScan scan(rule, in.values.present(), in.row_rewards != nullptr);
+  for (int64_t end = in.rows.end(row), first; end > in.rows.begin(row); end = first) {
+    first = std::max(in.rows.begin(row), end - kScanTile);
+    const int64_t n = end - first;
+    const uint8_t* const on = load_mask_bytes(in.rows, in.mask, first, n, mask_buffer, fractional);
+    const float* const values = in.values.present() ? load_floats(in.rows, in.values, first, n, value_buffer) : nullptr;
+    std::fill(x, x + n, 0.0);
     if (in.token_rewards.present()) {
-      const float* reward = load_floats(in.rows, in.token_rewards, s.first, s.n, buffer);
-      for (int64_t i = 0; i < s.n; ++i) {
-        const double x = reward[i];
-        add[i] = on[i] ? x : 0.0;
-      }
-    } else {
-      std::fill(add, add + s.n, 0.0);
+      const float* added = load_floats(in.rows, in.token_rewards, first, n, reward_buffer);
+      for (int64_t i = 0; i < n; ++i) x[i] = added[i];
     }
-    for (int64_t i = s.n - 1; s.reward_to_come && i >= 0; --i) {
-      if (!on[i]) continue;
-      add[i] += in.row_rewards[s.row];
-      s.reward_to_come = false;
-    }
-    if (in.values.present()) {
-      const float* value = load_floats(in.rows, in.values, s.first, s.n, buffer);
-      for (int64_t i = s.n - 1; i >= 0; --i) {
-        if (!on[i]) continue;
-        add[i] += value_error(rule, value[i], s.next_value);
-        s.next_value = value[i];
-      }
-    }
-    return fractional ? kFractionalMask : 0;
-  }
-
-  // Writes the tile; `added` holds the returns, of GAE the advantages.
-  void finish(RowScan& s) const {
-    const double* const found = s.added_tile();
-    const uint8_t* const on = s.on;
-    float* const __restrict returns = out.returns + s.first;
+    scan.tile(x, values, on, n, reward);
+    float* const __restrict returns = out.returns + first;
     const float* centred = returns;
-    if (in.values.present()) {
-      alignas(64) float buffer[kScanTile];
-      float* const __restrict advantages = out.advantages + s.first;
-      const float* value = load_floats(in.rows, in.values, s.first, s.n, buffer);
-      for (int64_t i = 0; i < s.n; ++i) {
-        const float advantage = float(found[i]), target = float(found[i] + double(value[i]));
+    for (int64_t i = 0; i < n; ++i) {
+      const float value = float(values ? x[i] + double(values[i]) : x[i]);
+      returns[i] = on[i] ? value : 0.0f;
+    }
+    if (values || in.row_baselines) {
+      float* const __restrict advantages = out.advantages + first;
+      const double baseline = in.row_baselines ? in.row_baselines[row] : 0.0;
+      for (int64_t i = 0; i < n; ++i) {
+        const float advantage = float(x[i] - baseline);
         advantages[i] = on[i] ? advantage : 0.0f;
-        returns[i] = on[i] ? target : 0.0f;
       }
       centred = advantages;
-    } else {
-      for (int64_t i = 0; i < s.n; ++i) {
-        const float value = float(found[i]);
-        returns[i] = on[i] ? value : 0.0f;
-      }
-      if (in.row_baselines) {
-        float* const __restrict advantages = out.advantages + s.first;
-        const double baseline = in.row_baselines[s.row];
-        for (int64_t i = 0; i < s.n; ++i) {
-          const float advantage = float(found[i] - baseline);
-          advantages[i] = on[i] ? advantage : 0.0f;
-        }
-        centred = advantages;
-      }
     }
-    s.spread = merged(s.spread, tile_spread(centred, on, s.n));
+    spread = merged(spread, tile_spread(centred, on, n));
   }
+  return fractional ? kFractionalMask : 0;
+}
 
-  // Rows first, ..., first + count - 1 side by side, a tile of each at a time.
-  int rows(int64_t first, int64_t count, Spread* spreads) const {
-    RowScan scans[kRowsTogether];
-    int faults = 0;
-    for (int64_t k = 0; k < count; ++k) start(scans[k], first + k);
-    for (;;) {
-      int64_t longest = 0;
-      for (RowScan& s : scans) longest = std::max(longest, s.n = std::min(kScanTile, s.first - s.begin));
-      if (longest == 0) break;
-      for (RowScan& s : scans) {
-        // A row that is shorter, or none, waits with what it has.
-        std::fill(s.kept + kScanTile - longest, s.kept_tile(), 1.0);
-        std::fill(s.added + kScanTile - longest, s.added_tile(), 0.0);
-        if (s.n) faults |= prepare(s);
-      }
-      double following[kRowsTogether];
-      for (int k = 0; k < kRowsTogether; ++k) following[k] = scans[k].following;
-      for (int64_t i = kScanTile - 1; i >= kScanTile - longest; --i)
-        for (int k = 0; k < kRowsTogether; ++k) scans[k].added[i] = following[k] = scans[k].added[i] + scans[k].kept[i] * following[k];
-      for (int k = 0; k < kRowsTogether; ++k) scans[k].following = following[k];
-      for (RowScan& s : scans)
-        if (s.n) finish(s);
-    }
-    for (int64_t k = 0; k < count; ++k) spreads[first + k] = scans[k].spread;
-    return faults;
+// A row whose return is its reward at each token.
+int fill_row(const TokenReturnsInputs& in, const TokenReturnsOutputs& out, int64_t row, Spread& spread) {
+  alignas(64) uint8_t buffer[kTile];
+  bool fractional = false;
+  const float reward = float(in.row_rewards[row]);
+  const float advantage = in.row_baselines ? float(in.row_rewards[row] - in.row_baselines[row]) : reward;
+  int64_t count = 0;
+  for (int64_t token = in.rows.begin(row); token < in.rows.end(row); token += kTile) {
+    const int64_t n = std::min(kTile, in.rows.end(row) - token);
+    const uint8_t* on = load_mask_bytes(in.rows, in.mask, token, n, buffer, fractional);
+    int32_t tile = 0;
+    for (int64_t i = 0; i < n; ++i) tile += on[i] != 0;
+    count += tile;
+    for (int64_t i = 0; i < n; ++i) out.returns[token + i] = on[i] ? reward : 0.0f;
+    if (!in.row_baselines) continue;
+    for (int64_t i = 0; i < n; ++i) out.advantages[token + i] = on[i] ? advantage : 0.0f;
   }
-};
+  if (count) spread = {double(count), advantage, advantage - advantage};  // 0, or NaN if it is not finite
+  return fractional ? kFractionalMask : 0;
+}
 
 }  // namespace
 
 int token_returns(const TokenReturnsInputs& in, const ReturnRule& rule, const TokenReturnsOutputs& out, int threads) {
   in.rows.validate();
   std::vector<Spread> spreads(in.rows.count);
-  const int64_t together = std::clamp<int64_t>(in.rows.count / (2 * int64_t{threads}), 1, kRowsTogether);
-  std::atomic<int> faults{0};
-  parallel_blocks((in.rows.count + together - 1) / together, threads, [&](int64_t block) {
-    const int64_t first = block * together;
-    const int mine = Scan{in, rule, out}.rows(first, std::min(together, in.rows.count - first), spreads.data());
-    if (mine) faults.fetch_or(mine, std::memory_order_relaxed);
+  const bool undiscounted = kept(rule, false) == 1.0 && kept_in_gaps(rule, false) == 1.0;
+  const bool constant = undiscounted && in.row_rewards && !in.token_rewards.present() && !in.values.present();
+  const int faults = for_row_ranges(in.rows, threads, [&](int64_t row) {
+    return constant ? fill_row(in, out, row, spreads[row]) : scan_row(in, rule, out, row, spreads[row]);
   });
   Spread all;
   for (const Spread& row : spreads) all = merged(all, row);
   write(all, out.spread);
-  return faults.load();
+  return faults;
 }
 
 }  // namespace fastadv
