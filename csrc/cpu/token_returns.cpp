@@ -29,6 +29,35 @@ FASTADV_INLINE Eight later(const Eight& v) {
   return __builtin_shuffle(v, Eight{}, EightIndices{By, By + 1, By + 2, By + 3, By + 4, By + 5, By + 6, By + 7});
 }
 
+// Memory of a tile's tokens, and of those before it. A row is walked backwards, which a processor does not see through by
+// itself: what is kAhead tokens away is asked for, a bit at a time, since only a dozen lines can be under way.
+constexpr int64_t kAhead = 2 * kScanTile + 64;
+
+class Streams {
+ public:
+  void reads(const Rows& rows, const TokenView& view, int64_t token) {
+    if (!view.present() || view.stride != 1) return;
+    const int64_t size = view.dtype == DType::kFloat32 ? 4 : 2;
+    read_[read_count_++] = {reinterpret_cast<uintptr_t>(view.data) + rows.element(view, token) * size, size};
+  }
+
+  void writes(const float* first) { written_[written_count_++] = {reinterpret_cast<uintptr_t>(first), sizeof(float)}; }
+
+  FASTADV_INLINE void ask(int64_t i) const {
+    for (int k = 0; k < read_count_; ++k) __builtin_prefetch(read_[k].before(i), 0);
+    for (int k = 0; k < written_count_; ++k) __builtin_prefetch(written_[k].before(i), 1);
+  }
+
+ private:
+  struct Stream {
+    uintptr_t address;  // of the tile's first token; a number, since what is ahead may lie outside of the array
+    int64_t size;       // bytes a token
+    const void* before(int64_t i) const { return reinterpret_cast<const void*>(address + (i - kAhead) * size); }
+  };
+  Stream read_[2], written_[2];
+  int read_count_ = 0, written_count_ = 0;
+};
+
 // What is known of a row behind the tokens that are still to come, and how it changes.
 struct RowScan {
   ReturnRule rule;
@@ -73,10 +102,11 @@ struct RowScan {
   }
 
   // The returns of a tile, in place of what its tokens add; nothing is written outside of the mask.
-  void tile(double* x, const float* values, const uint8_t* on, int64_t n, double row_reward) {
+  void tile(double* x, const float* values, const uint8_t* on, int64_t n, double row_reward, const Streams& streams) {
     const auto value = [&](int64_t i) { return values ? values + i : nullptr; };
     int64_t i = n;
     while (i > 0) {
+      streams.ask(i);
       uint64_t eight = 0;
       if (i >= 8) std::memcpy(&eight, on + i - 8, 8);
       const bool all = i >= 8 && !((eight - 0x0101010101010101u) & ~eight & 0x8080808080808080u);  // no byte of them is 0
@@ -119,9 +149,14 @@ int scan_row(const TokenReturnsInputs& in, const ReturnRule& rule, const TokenRe
       const float* added = load_floats(in.rows, in.token_rewards, first, n, reward_buffer);
       for (int64_t i = 0; i < n; ++i) x[i] = added[i];
     }
-    scan.tile(x, values, on, n, reward);
     float* const __restrict returns = out.returns + first;
     const float* centred = returns;
+    Streams streams;
+    streams.reads(in.rows, in.token_rewards, first);
+    streams.reads(in.rows, in.values, first);
+    streams.writes(returns);
+    if (values || in.row_baselines) streams.writes(out.advantages + first);
+    scan.tile(x, values, on, n, reward, streams);
     for (int64_t i = 0; i < n; ++i) {
       const float value = float(values ? x[i] + double(values[i]) : x[i]);
       returns[i] = on[i] ? value : 0.0f;
