@@ -1,6 +1,9 @@
 // The optimal token baseline: at each position the mean return of a group's rollouts that reached it, weighted by the energy of
 // their scores so far. A group is one thread's. Reads and writes 17 bytes a token in float32, and returns and mask once more,
 // which lie in the cache if a group does.
+#include <atomic>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -143,22 +146,24 @@ int optimal_token_baseline(const TokenBaselineInputs& in, float* advantages, int
   in.rows.validate();
   in.groups.validate();
   if (in.groups.rows != in.rows.count) throw std::invalid_argument("groups and tokens are of different numbers of rollouts");
-  std::vector<int64_t> starts(in.groups.count + 1), tokens(in.rows.count);
-  for (int64_t g = 0; g < in.groups.count; ++g) {
-    int64_t longest = 0;
-    for (int64_t k = in.groups.offsets[g]; k < in.groups.offsets[g + 1]; ++k) {
-      const int64_t row = in.groups.order[k];
-      longest = std::max(longest, in.rows.end(row) - in.rows.begin(row));
-    }
-    starts[g + 1] = starts[g] + longest + 1;
-  }
-  std::vector<double> returns(starts.back()), weights(starts.back());
+  std::vector<int64_t> tokens(in.rows.count);
   std::atomic<int> faults{0};
+  std::atomic<bool> no_memory{false};
   parallel_blocks(in.groups.count, threads, [&](int64_t g) {
-    const int64_t first = in.groups.offsets[g], count = in.groups.offsets[g + 1] - first;
-    const Group group{in, in.groups.order + first, count, starts[g + 1] - starts[g] - 1, &returns[starts[g]], &weights[starts[g]]};
+    const int64_t* const rows = in.groups.order + in.groups.offsets[g];
+    const int64_t count = in.groups.offsets[g + 1] - in.groups.offsets[g];
+    int64_t longest = 0;
+    for (int64_t k = 0; k < count; ++k) longest = std::max(longest, in.rows.end(rows[k]) - in.rows.begin(rows[k]));
+    // A group's own memory, which the next one gets again: it stays in the cache.
+    const std::unique_ptr<double[]> sums(new (std::nothrow) double[2 * (longest + 1)]());
+    if (!sums) {
+      no_memory = true;
+      return;
+    }
+    const Group group{in, rows, count, longest, sums.get(), sums.get() + longest + 1};
     if (group.run(tokens.data(), advantages)) faults.fetch_or(kFractionalMask, std::memory_order_relaxed);
   });
+  if (no_memory) throw std::bad_alloc();
   return faults.load();
 }
 
