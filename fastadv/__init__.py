@@ -44,11 +44,10 @@ from fastadv.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fastadv.ops.token_returns import TokenReturns, token_returns
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_mask, turn_ids_from_positions
+from fastadv.ops.whiten import whiten
 from fastadv.outcomes import Census, Ending, Outcome, Outcomes, Regime, census, outcomes_of, regime
 from fastadv.record import StepRecord
 from fastadv.record_file import RecordError, RecordWriter, read_records
-from fastadv.ops.whiten import whiten
-from fastadv.outcomes import Census, Ending, Outcome, census
 from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rewards import soft_overlong_penalty, stop_properly_penalty, truncation_mask, zero_on_cap
 from fastadv.segment_table import Segments, SegmentTable
@@ -100,8 +99,8 @@ __all__ = [
     "TokenIds",
     "TokenIndex",
     "TokenLogProbs",
-    "UpdateNorm",
     "TokenReturns",
+    "UpdateNorm",
     "anchor_groups",
     "arm_from_dict",
     "arm_to_dict",
@@ -136,8 +135,8 @@ __all__ = [
     "monitoring",
     "multi_dot_gram",
     "named_arm",
-    "outcomes_of",
     "optimal_token_baseline",
+    "outcomes_of",
     "pad",
     "policy_loss",
     "question_one_arms",
@@ -155,13 +154,13 @@ __all__ = [
     "token_counts",
     "token_index",
     "token_log_probs",
-    "truncation_mask",
     "token_returns",
+    "truncation_mask",
     "turn_advantages",
     "turn_ids_from_mask",
     "turn_ids_from_positions",
     "unpad",
     "update_norms",
-    "zero_on_cap",
     "whiten",
+    "zero_on_cap",
 ]
