@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastadv import validation
-from fastadv.gradproj.interceptors import is_conv1d
+from fastadv.gradproj.interceptors import check_gradient_hooks, described, has_own_weights, is_conv1d
 from fastadv.gradproj.sharding import Filter, is_dtensor
 from fastadv.gradproj.sketch import RolloutSketches
 from fastadv.ops.count_sketch import check_sketch, count_sketch, sketch_values
@@ -76,15 +76,46 @@ def _norm(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piec
     yield Piece("bias", 0, dy.flatten(0, -2).sum(0))
 
 
+class _Watch:
+    """A module's forward that a collector looks at: inside of all hooks, so that what they change is none of it."""
+
+    def __init__(self, module: Any, look: Callable[[Any, Any], None]) -> None:
+        self.module, self.look, self.forward = module, look, module.forward
+        self.before, self.off = vars(module).get("forward"), False
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.forward(*args, **kwargs)
+        if torch.is_grad_enabled() and not self.off:
+            self.look(args[0] if args else next(iter(kwargs.values())), output)
+        return output
+
+    def remove(self) -> None:
+        """Puts back what was there, unless something has been put around it since."""
+        self.off = True
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self.before is not None:
+                self.module.forward = self.before
+
+
+def _forward(module: nn.Module) -> Any:
+    """A module's forward that nobody watches."""
+    forward: Any = module.forward
+    while isinstance(forward, _Watch):
+        forward = forward.forward
+    return forward
+
+
 class _Bare(nn.Module):
-    """A module's forward without its hooks, which have seen the pass already."""
+    """A module's forward without its hooks and collectors, which have seen the pass already."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> Any:
-        return self.module.forward(x)
+        return _forward(self.module)(x)
 
 
 def _scale(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
@@ -99,7 +130,9 @@ def _scale(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Pie
 
 def _way(module: nn.Module) -> Pieces | None:
     """How the gradients of a module's own parameters come about; None: not known."""
-    forward, kind = type(module).forward, type(module).__name__
+    forward, kind = getattr(_forward(module), "__func__", None), type(module).__name__
+    if not has_own_weights(module):
+        return None
     if forward is nn.Linear.forward:
         return _linear
     if forward is nn.Embedding.forward:
@@ -110,7 +143,7 @@ def _way(module: nn.Module) -> Pieces | None:
     own = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
     if kind.endswith("RMSNorm") and own == {"weight": 1}:
         return _scale
-    return _conv1d if is_conv1d(module) else None
+    return _conv1d if is_conv1d(module) and forward is type(module).forward else None
 
 
 class _Keep(torch.autograd.Function):
@@ -130,6 +163,26 @@ def _kept(value: Tensor) -> Any:
     """What holds the tensor, as `saved_tensors`."""
     apply: Any = _Keep.apply
     return apply(torch.empty(0, requires_grad=True), value).grad_fn
+
+
+def _on_gradient(output: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Calls with the gradient of a forward's output, as the module's backward gets it: after the hooks of the output,
+    and before what is written into it later."""
+    if output.grad_fn is None:
+        output.register_hook(take)  # type: ignore[no-untyped-call]
+        return
+    base, shape = output._base, output.shape
+    # A linear layer's output is a view: writing into it cuts the view out of the graph, and not what it is of.
+    whole = base is not None and base.grad_fn is not None and base.numel() == output.numel() and output.is_contiguous()
+    source: Any = base if whole else output
+    number = source.output_nr
+
+    def before(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            take(gradient.reshape(shape))
+
+    source.grad_fn.register_prehook(before)
 
 
 def _after_accumulation(parameter: Any, hook: Callable[[Tensor], None]) -> Any:
@@ -179,7 +232,8 @@ class SketchCollector:
     itself gives its own arm's parts, which coefficients re-weight. Losses are to be sums: a mean over a micro-batch
     scales its rollouts by what else is in it.
 
-    Modules are watched, not replaced: the step's `.grad` is what it is without the collector, bit for bit. Inputs are
+    Modules are watched, not replaced: the step's `.grad` is what it is without the collector, bit for bit. Hooks of
+    modules may change what they get, give and get back; hooks on the gradients of parameters are refused. Inputs are
     held as autograd holds its own, so activation checkpointing frees them as before. In the slot where a weight's
     gradient is formed, each rollout's `dY^T X` is formed in float32 a tile at a time, added to the rollout's sketch and
     dropped. That costs one more product of the size of the weight gradient's, and `copies` hashes an element.
@@ -253,7 +307,7 @@ class SketchCollector:
                 continue
             way = _way(module)
             if way is None:
-                strange.append(f"{name or 'the model itself'} ({type(module).__name__})")
+                strange.append(f"{name or 'the model itself'} ({described(module)})")
                 continue
             self._watched[name] = (module, way, wanted)
             for key, full in wanted.items():
@@ -281,9 +335,7 @@ class SketchCollector:
         if self._handles:
             raise RuntimeError("SketchCollector: it watches the model already")
         for name, (module, way, wanted) in self._watched.items():
-            hook = self._hook(name, way, wanted)
-            # Before other hooks, which may change the output.
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+            self._handles.append(_Watch(module, self._look(name, module, way, wanted)))
         for name, parameter in self._parameters.items():
             if self._keep:
                 self._handles.append(_after_accumulation(parameter, self._noting(name)))
@@ -328,6 +380,8 @@ class SketchCollector:
                 raise ValueError(f"{op}: cu_seqlens is of {len(ends) - 1} rollouts, {len(numbers)} are named")
         if not self._handles or self._layout is not None:
             raise RuntimeError(f"{op}: {'one runs already' if self._handles else 'use the collector with `with`'}")
+        modules = {name: module for name, (module, _, _) in self._watched.items()}
+        check_gradient_hooks("SketchCollector", self._parameters, modules)
         self._layout, self._rows = _Layout(numbers, ends), None
         self._fired.clear()
         self._accumulated.clear()
@@ -383,14 +437,11 @@ class SketchCollector:
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         return lambda parameter: self._accumulated.add(name)
 
-    def _hook(self, name: str, way: Pieces, wanted: dict[str, str]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
+    def _look(self, name: str, module: nn.Module, way: Pieces, wanted: dict[str, str]) -> Callable[[Any, Any], None]:
+        def look(x: Any, output: Any) -> None:
             if self._layout is None:
                 raise RuntimeError(f"SketchCollector: {name} ran outside of micro_batch; or run it under no_grad")
             layout = self._layout
-            x = args[0] if args else next(iter(kwargs.values()))
             if is_dtensor(x) or is_dtensor(output):
                 raise ValueError(f"SketchCollector: {name} works on DTensors; give it local tensors, and shards=")
             if not output.requires_grad:  # the first of a model whose parameters were told not to
@@ -405,9 +456,9 @@ class SketchCollector:
                 with torch.no_grad():
                     self._add(name, module, way, wanted, layout, kept, dy.detach())
 
-            output.register_hook(on_gradient)
+            _on_gradient(output, on_gradient)
 
-        return hook
+        return look
 
     def _add(
         self,
@@ -449,6 +500,6 @@ class SketchCollector:
             silent = [owner for owner in self._owners[name] if owner not in self._fired]
             if silent:
                 raise ValueError(
-                    f"SketchCollector: {name} got a gradient, but {silent[0]} did not run: call the module, not a "
-                    "function of its weight"
+                    f"SketchCollector: {name} got a gradient, but {silent[0]} did not run, or its output was cut out "
+                    "of the graph by a write in place: call the module, not a function of its weight"
                 )

@@ -19,10 +19,18 @@ from torch import Tensor, nn
 from fastadv import validation
 from fastadv.batch import Batch
 from fastadv.gradproj.embedding import EmbeddingRows
-from fastadv.gradproj.families import Parts, check_dropout, check_parameters, check_sharing, fixed_policy, parts_of
+from fastadv.gradproj.families import (
+    Parts,
+    check_dropout,
+    check_hooks,
+    check_parameters,
+    check_sharing,
+    fixed_policy,
+    parts_of,
+)
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.head import Head
-from fastadv.gradproj.interceptors import Interceptor, Tape, interceptor
+from fastadv.gradproj.interceptors import Interceptor, Tape, described, interceptor
 from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
 from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
 from fastadv.responses import without_prompt
@@ -30,6 +38,8 @@ from fastadv.responses import without_prompt
 OP = "segment_gram"
 # Largest difference of a log-prob, in nats, between a rollout alone and the same beside others.
 BATCH_MATE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# Of a logit between the model's own and those that gradients are taken of, relative to the largest.
+MODEL_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 SAMPLE_TOKENS = 32
 
 
@@ -83,6 +93,7 @@ def segment_gram(
     check_parameters(model)
     check_dropout(model)
     check_sharing(parts)
+    check_hooks(parts)
     for one in batches:
         _check_batch(one, parts)
     if token_weights is not None:
@@ -173,7 +184,7 @@ class _Run:
             for inner, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in self.covered:
                     raise ValueError(
-                        f"{OP}: {name or 'the model'} ({type(module).__name__}) owns {inner}, and no interceptor is "
+                        f"{OP}: {name or 'the model'} ({described(module)}) owns {inner}, and no interceptor is "
                         "registered for it: register one (fastadv.gradproj.register_interceptor), freeze it, or pass "
                         "strict=False to leave it out"
                     )
@@ -185,6 +196,7 @@ class _Run:
             with torch.no_grad():
                 calls = [self._forward(one.ids) for one in batches]
                 self._check_batch_mates(calls)
+                self._check_model(calls)
             total, norm = len(names) + 2, self.parts.paths.norm
             cotangents = [self._through_norm(one, call.pop()) for one, call in zip(batches, calls, strict=True)]
             self._multiply(norm)
@@ -219,24 +231,37 @@ class _Run:
     def _forward(self, ids: Tensor) -> list[_Call]:
         """Runs the model below the head and keeps what every layer and the last norm get."""
         calls: list[_Call] = []
+        passed, intact = [self.parts.embedded(ids)], True  # what the next of them should get
+
+        def check(hidden: Tensor) -> None:
+            nonlocal intact
+            expected = passed.pop()
+            same = hidden.shape == expected.shape and hidden.allclose(expected, rtol=0, atol=0, equal_nan=True)
+            intact = intact and same
 
         def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             keywords = dict(keywords)
             hidden = keywords.pop("hidden_states") if not arguments else arguments[0]
+            check(hidden)
             calls.append(_Call(hidden, arguments[1:], keywords))
 
+        def left(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            passed.append(output[0] if isinstance(output, tuple) else output)
+
         stages = [*self.parts.layers.values(), self.parts.norm]
-        # Before other hooks, which run again when the layer is recomputed.
+        # Inputs before other hooks, which run again when the layer is recomputed; outputs after them.
         hooks = [stage.register_forward_pre_hook(keep, with_kwargs=True, prepend=True) for stage in stages]
+        hooks += [stage.register_forward_hook(left) for stage in stages]
         try:
-            self.parts.hidden(ids)
+            output = self.parts.hidden(ids)
         finally:
             for hook in hooks:
                 hook.remove()
-        chain = len(calls) == len(stages)
-        if not chain or not calls[0].hidden.allclose(self.parts.embedded(ids), rtol=0, atol=0, equal_nan=True):
+        check(output.last_hidden_state)
+        if len(calls) != len(stages) or not intact:
             raise ValueError(
-                f"{OP}: the model does not run its {len(stages) - 1} layers on its embeddings one after the other"
+                f"{OP}: the model does not run its {len(stages) - 1} layers on its embeddings one after the other, and "
+                "its norm at the end, with nothing (a hook, a scale) between or around them"
             )
         return calls
 
@@ -261,6 +286,20 @@ class _Run:
             raise ValueError(
                 f"{OP}: a rollout's log-probs beside others differ by {difference:.1e} nats from those alone (more "
                 f"than {tolerance:.0e}): the model's attention or norms look at other rollouts"
+            )
+
+    def _check_model(self, calls: list[list[_Call]]) -> None:
+        """Raises ValueError unless the model's own logits are those that gradients are taken of, on a few tokens."""
+        if not calls:
+            return
+        ids = self.plan.micro_batches[0].ids[:1, :SAMPLE_TOKENS]
+        ours = self.head.logits(self.parts.norm(calls[0][-1].hidden[:1, : ids.shape[1]])) / self.head.scale
+        theirs = self.parts.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        difference = float((theirs - ours).abs().max() / ours.abs().max())
+        if difference > MODEL_TOLERANCE[calls[0][-1].hidden.dtype]:
+            raise ValueError(
+                f"{OP}: the model's logits are not its output layer's of its last norm: they differ by "
+                f"{difference:.1e} of the largest (a hook on the model, a scale or a soft cap of logits)"
             )
 
     def _through_norm(self, micro_batch: MicroBatch, call: _Call) -> list[Tensor]:
