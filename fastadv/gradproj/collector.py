@@ -6,144 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastadv import validation
-from fastadv.gradproj.interceptors import check_gradient_hooks, described, has_own_weights, is_conv1d
+from fastadv.gradproj.interceptors import check_gradient_hooks, described
+from fastadv.gradproj.pieces import Pieces, Watch, way_of
 from fastadv.gradproj.sharding import Filter, is_dtensor
 from fastadv.gradproj.sketch import RolloutSketches
 from fastadv.ops.count_sketch import check_sketch, count_sketch, sketch_values
 from fastadv.rows import Rows
-
-
-class Piece(NamedTuple):
-    """Some rows of a parameter's gradient."""
-
-    parameter: str  # "weight" or "bias"
-    row: int  # the first of them
-    values: Tensor  # [rows, columns], or [n] of a parameter with one dimension
-
-
-# Of a module, its input and the gradient of its output, both of one rollout: the gradient of its parameters, in pieces
-# of about so many elements.
-Pieces = Callable[[nn.Module, Tensor, Tensor, int], Iterator[Piece]]
-
-
-def _products(left: Tensor, right: Tensor, limit: int) -> Iterator[Piece]:
-    """left^T right, [n, rows] and [n, columns]."""
-    rows = max(1, limit // right.shape[1])
-    for row in range(0, left.shape[1], rows):
-        yield Piece("weight", row, left[:, row : row + rows].T @ right)
-
-
-def _linear(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    x, dy = x.flatten(0, -2).to(dy.dtype), dy.flatten(0, -2)  # [n, d_in], [n, d_out]
-    yield from _products(dy, x, limit)
-    yield Piece("bias", 0, dy.sum(0))
-
-
-def _conv1d(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    """GPT-2's Linear, whose weight is [d_in, d_out]."""
-    x, dy = x.flatten(0, -2).to(dy.dtype), dy.flatten(0, -2)
-    yield from _products(x, dy, limit)
-    yield Piece("bias", 0, dy.sum(0))
-
-
-def _embedding(module: nn.Module, ids: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    assert isinstance(module, nn.Embedding)
-    ids, dy = ids.flatten(), dy.flatten(0, -2)  # [n], [n, d]
-    if module.padding_idx is not None:
-        ids, dy = ids[ids != module.padding_idx], dy[ids != module.padding_idx]
-    rows = max(1, limit // dy.shape[1])
-    for tile in sorted(set((ids // rows).tolist())):  # most of a vocabulary is in no rollout
-        inside = ids // rows == tile
-        height = min(rows, module.num_embeddings - tile * rows)
-        sums = dy.new_zeros(height, dy.shape[1])
-        yield Piece("weight", tile * rows, sums.index_add_(0, ids[inside] - tile * rows, dy[inside]))
-
-
-def _norm(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    x = x.to(dy.dtype)
-    if isinstance(module, nn.LayerNorm):
-        normalised = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
-    else:
-        assert isinstance(module, nn.RMSNorm)
-        normalised = nn.functional.rms_norm(x, module.normalized_shape, eps=module.eps)
-    yield Piece("weight", 0, (dy * normalised).flatten(0, -2).sum(0))
-    yield Piece("bias", 0, dy.flatten(0, -2).sum(0))
-
-
-class _Watch:
-    """A module's forward that a collector looks at: inside of all hooks, so that what they change is none of it."""
-
-    def __init__(self, module: Any, look: Callable[[Any, Any], None]) -> None:
-        self.module, self.look, self.forward = module, look, module.forward
-        self.before, self.off = vars(module).get("forward"), False
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.forward(*args, **kwargs)
-        if torch.is_grad_enabled() and not self.off:
-            self.look(args[0] if args else next(iter(kwargs.values())), output)
-        return output
-
-    def remove(self) -> None:
-        """Puts back what was there, unless something has been put around it since."""
-        self.off = True
-        if vars(self.module).get("forward") is self:
-            del self.module.forward
-            if self.before is not None:
-                self.module.forward = self.before
-
-
-def _forward(module: nn.Module) -> Any:
-    """A module's forward that nobody watches."""
-    forward: Any = module.forward
-    while isinstance(forward, _Watch):
-        forward = forward.forward
-    return forward
-
-
-class _Bare(nn.Module):
-    """A module's forward without its hooks and collectors, which have seen the pass already."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return _forward(self.module)(x)
-
-
-def _scale(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    """A norm with a formula of its own: it runs again with a weight for each token, whose gradients are summed."""
-    weight = module.get_parameter("weight").detach()
-    each = weight.expand(*x.shape[:-1], -1).clone().requires_grad_()
-    with torch.enable_grad():
-        y = torch.func.functional_call(_Bare(module), {"module.weight": each}, (x,))
-        (gradient,) = torch.autograd.grad(y, each, dy.to(y.dtype))
-    yield Piece("weight", 0, gradient.to(dy.dtype).flatten(0, -2).sum(0))
-
-
-def _way(module: nn.Module) -> Pieces | None:
-    """How the gradients of a module's own parameters come about; None: not known."""
-    forward, kind = getattr(_forward(module), "__func__", None), type(module).__name__
-    if not has_own_weights(module):
-        return None
-    if forward is nn.Linear.forward:
-        return _linear
-    if forward is nn.Embedding.forward:
-        plain = module.max_norm is None and not module.scale_grad_by_freq
-        return _embedding if plain else None
-    if forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
-        return _norm if len(module.normalized_shape) == 1 else None  # type: ignore[arg-type]
-    own = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
-    if kind.endswith("RMSNorm") and own == {"weight": 1}:
-        return _scale
-    return _conv1d if is_conv1d(module) and forward is type(module).forward else None
 
 
 class _Keep(torch.autograd.Function):
@@ -283,17 +157,23 @@ class SketchCollector:
         device: torch.device | str | None = None,
     ) -> None:
         op = "SketchCollector"
+        validation.module(op, "model", model)
         validation.choice(op, "level", level, ("rollout",))
-        validation.count(op, "scratch", scratch, least=1)
+        validation.integer(op, "scratch", scratch, least=1)
+        check_sketch(op, size, copies, quantum, seed)
         if size % 32:
             raise ValueError(f"{op}: size is {size}; it must be a positive multiple of 32")
-        check_sketch(op, size, copies, quantum, seed)
         self._size, self._copies, self._seed, self._quantum = size, copies, seed, quantum
         self._keep, self._shards, self._scratch, self._device = keep_gradients, dict(shards or {}), scratch, device
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}  # a tied one by its first name
         unknown = [name for name in self._shards if name not in names.values()]
         if unknown:
             raise ValueError(f"{op}: shards names {unknown[0]!r}, which is no parameter that requires a gradient")
+        for name, place in self._shards.items():
+            if not isinstance(place, (tuple, list)) or len(place) != 2:
+                raise TypeError(f"{op}: shards[{name!r}] is {place!r}; pass (row, column), where this part begins")
+            for what, value in zip(("row", "column"), place, strict=True):
+                validation.integer(op, f"the {what} of shards[{name!r}]", value)
         if not keep_gradients and any(is_dtensor(p) for p in names):
             raise ValueError(f"{op}: keep_gradients=False needs parameters that are not sharded")
         self._watched: dict[str, tuple[nn.Module, Pieces, dict[str, str]]] = {}  # by name: own parameters' full names
@@ -305,7 +185,7 @@ class SketchCollector:
             wanted = {key: names[p] for key, p in own.items() if filter is None or filter(names[p], p)}
             if not wanted:
                 continue
-            way = _way(module)
+            way = way_of(module)
             if way is None:
                 strange.append(f"{name or 'the model itself'} ({described(module)})")
                 continue
@@ -335,7 +215,7 @@ class SketchCollector:
         if self._handles:
             raise RuntimeError("SketchCollector: it watches the model already")
         for name, (module, way, wanted) in self._watched.items():
-            self._handles.append(_Watch(module, self._look(name, module, way, wanted)))
+            self._handles.append(Watch(module, self._look(name, module, way, wanted)))
         for name, parameter in self._parameters.items():
             if self._keep:
                 self._handles.append(_after_accumulation(parameter, self._noting(name)))

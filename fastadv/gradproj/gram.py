@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -78,10 +77,9 @@ class SegmentGram:
                 f"{op}: gram has shape {list(self.gram.shape)}, rows {list(self.rows.shape)} and turns "
                 f"{list(self.turns.shape)}; expected [S, S], [S] and [S]"
             )
-        if not 0 <= self.covered <= self.total:
-            raise ValueError(f"{op}: covered is {self.covered} of {self.total} parameters")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"{op}: temperature is {self.temperature}; it must be finite and above 0")
+        validation.integer(op, "total", self.total)
+        validation.integer(op, "covered", self.covered, most=self.total)
+        validation.count(op, "temperature", self.temperature, positive=True)
         _check_order(op, self.rows, self.turns)
         _check_gram(op, self.gram)
         if (self.rollouts is None) != (self.tokens is None):
@@ -109,7 +107,7 @@ class SegmentGram:
         Raises:
             ValueError: rollouts that are not the Gram's.
         """
-        batches = [batches] if isinstance(batches, Batch) else list(batches)
+        batches = batches_of("with_rollouts", batches)
         rollouts, tokens = outline(batches)
         return replace(
             self, rollouts=rollouts, tokens=tokens, batch=batch_fingerprint(batches), notes=(*self.notes, *notes)
@@ -177,6 +175,15 @@ class SegmentGram:
                 )  # fmt: skip
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def batches_of(op: str, batches: Batch | Sequence[Batch]) -> list[Batch]:
+    """One batch or several, as a list."""
+    if isinstance(batches, Batch):
+        return [batches]
+    if not isinstance(batches, Sequence) or not all(isinstance(batch, Batch) for batch in batches):
+        raise TypeError(f"{op}: batch is a {type(batches).__name__}; pass a Batch (see Batch.of), or a list of them")
+    return list(batches)
 
 
 def outline(batches: Sequence[Batch]) -> tuple[Batch, Tensor]:

@@ -7,7 +7,6 @@ weights are formed in tiles, multiplied with each other, and dropped. No gradien
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from fastadv.gradproj.families import (
     fixed_policy,
     parts_of,
 )
-from fastadv.gradproj.gram import SegmentGram
+from fastadv.gradproj.gram import SegmentGram, batches_of
 from fastadv.gradproj.head import Head
 from fastadv.gradproj.interceptors import Interceptor, Tape, described, interceptor
 from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
@@ -82,11 +81,12 @@ def segment_gram(
             rollouts beside it (by more than BATCH_MATE_TOLERANCE, looked at on a few tokens). The model is always left
             as it was.
     """
-    batches = [batch] if isinstance(batch, Batch) else list(batch)
-    batches = [one.packed() for one in batches]
     validation.choice(OP, "level", level, LEVELS)
-    if not math.isfinite(temperature) or temperature <= 0:
-        raise ValueError(f"{OP}: temperature is {temperature}; it must be finite and above 0")
+    validation.count(OP, "temperature", temperature, positive=True)
+    validation.integer(OP, "max_tokens", max_tokens, least=1)
+    validation.module(OP, "model", model)
+    temperature = float(temperature)
+    batches = [one.packed() for one in batches_of(OP, batch)]
     parts = parts_of(model)
     device = parts.tokens.weight.device
     scratch_bytes = checked_scratch(OP, scratch_bytes, device)

@@ -46,25 +46,30 @@ class Shape:
                 raise ValueError(f"{OP}: the configuration has no {names[0]}")
             return default
 
+        def size(*names: str, default: Any = None) -> int:
+            value: int = read(*names, default=default)
+            validation.integer(OP, names[0], value, least=1)
+            return value
+
         family = read("model_type")
         if family not in FAMILIES:
             raise ValueError(f"{OP}: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
-        hidden, heads = read("hidden_size", "n_embd"), read("num_attention_heads", "n_head")
-        head = read("head_dim", default=hidden // heads)
-        q, kv = heads * head, read("num_key_value_heads", default=heads) * head
+        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+        head = size("head_dim", default=hidden // heads)
+        q, kv = heads * head, size("num_key_value_heads", default=heads) * head
         gpt2 = family == "gpt2"
-        inner = read("n_inner", "intermediate_size", default=4 * hidden)
+        inner = size("n_inner", "intermediate_size", default=4 * hidden)
         attention = [(3 * hidden, hidden)] if gpt2 else [(q, hidden), (kv, hidden), (kv, hidden)]
         mlp = [(inner, hidden)] * (1 if gpt2 else 2) + [(hidden, inner)]
         return cls(
-            layers=read("num_hidden_layers", "n_layer"),
+            layers=size("num_hidden_layers", "n_layer"),
             hidden=hidden,
             attention=q,
-            vocabulary=read("vocab_size"),
+            vocabulary=size("vocab_size"),
             tied=read("tie_word_embeddings", default=gpt2),
             matrices=(*attention, (hidden, q), *mlp),
             inputs=2 * hidden + q + inner,
-            positions=read("max_position_embeddings", "n_positions") if gpt2 else 0,
+            positions=size("max_position_embeddings", "n_positions") if gpt2 else 0,
         )
 
     @property
@@ -217,9 +222,15 @@ def plan(
         ValueError: a number below 1, an unknown level, a configuration of another family.
     """
     loss_tokens = tokens if loss_tokens is None else loss_tokens
-    for name, value in (("tokens", tokens), ("rollouts", rollouts), ("turns", turns), ("gpus", gpus)):
-        if value < 1:
-            raise ValueError(f"{OP}: {name} is {value}; it must be at least 1")
+    integers = {
+        "tokens": tokens, "rollouts": rollouts, "turns": turns, "gpus": gpus, "value_bytes": value_bytes,
+        "scratch_bytes": scratch_bytes,
+    }  # fmt: skip
+    for name, value in integers.items():
+        validation.integer(OP, name, value, least=1)
+    validation.integer(OP, "loss_tokens", loss_tokens, most=tokens)
+    for name, number in (("rate", rate), ("link_rate", link_rate)):
+        validation.count(OP, name, number, positive=True)
     validation.choice(OP, "level", level, LEVELS)
     shape = Shape.of(getattr(model, "config", model))
     streams = turns if level == "turn" else 1

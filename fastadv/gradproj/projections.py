@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastadv import validation
 from fastadv.arms import Arm, freeze
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
@@ -91,6 +92,11 @@ def project(
     Raises:
         ValueError: no arm, a Gram without rollouts, advantages that differ within its segments.
     """
+    validation.integer("project", "draws", draws)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"project: seed is {seed!r}; pass an integer")
+    if isinstance(arms, Arm) or not all(isinstance(arm, Arm) for arm in arms):
+        raise TypeError("project: arms must be a list of fastadv.Arm, the first the reference")
     rollouts = gram.rollouts
     if rollouts is None:
         raise ValueError("project: no arm can be computed without the rollouts; take SegmentGram.with_rollouts first")

@@ -60,7 +60,7 @@ class RolloutSketches:
         validation.tensor(op, "rollouts", self.rollouts, shape=self.values.shape[:1], dtypes=(torch.int64,))
         check_sketch(op, self.values.shape[2], self.values.shape[1], self.quantum, self.seed)
         for name in ("covered", "total"):
-            validation.count(op, name, getattr(self, name))
+            validation.integer(op, name, getattr(self, name))
 
     def arms(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> Tensor:
         """Sketches of arms, `[K, copies, size]` float64.

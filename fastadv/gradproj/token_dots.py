@@ -93,6 +93,7 @@ def token_dots(
     """
     op = "token_dots"
     validation.count(op, "temperature", temperature, positive=True)
+    validation.integer(op, "max_tokens", max_tokens, least=1)
     batch = batch.packed()
     if batch.token_ids is None:
         raise ValueError(f"{op}: the batch carries no token ids; pass them to Batch.of")
@@ -120,6 +121,7 @@ def segment_dots(dots: Tensor, batch: Batch) -> Tensor:
     Raises:
         ValueError: another number of tokens.
     """
+    validation.tensor("segment_dots", "dots", dots, dtypes=validation.FLOATS)
     batch = batch.packed()
     if dots.shape != batch.mask.shape:
         raise ValueError(f"segment_dots: dots has shape {list(dots.shape)}, the batch {batch.mask.shape[0]} tokens")
