@@ -48,7 +48,7 @@ def weight_gram(**options: Any) -> None:
     gradproj.segment_weight_gram(x, x, torch.tensor([0, 2]), torch.zeros(1, 1, dtype=torch.float64), **options)
 
 
-# By function: a call with one argument replaced, and whether the argument is a count (an integer) or any number above 0.
+# By function: a call with one argument replaced, and what the argument is: a count, or any number above 0.
 FUNCTIONS: dict[str, tuple[Callable[[fa.Batch, dict[str, Any]], Any], dict[str, str]]] = {
     "segment_gram": (
         lambda batch, given: gradproj.segment_gram(Untouched(), batch, **given),

@@ -233,7 +233,7 @@ def test_metadata_that_lies(saved: Path) -> None:
         ("covered", 51, "covered is 51; it must be"),
         ("temperature", "1", "temperature in its metadata is a str"),
         ("temperature", 10**400, "temperature in its metadata is not finite"),
-        ("temperature", -1.0, "temperature is -1.0"),
+        ("temperature", -1.0, "temperature is -1; it must be"),
         ("notes", "x", "notes in its metadata is a str"),
         ("notes", [1], "notes in its metadata must be texts"),
         ("dtype", None, "dtype in its metadata is a NoneType"),

@@ -87,6 +87,14 @@ class SegmentGram:
         if self.rollouts is not None and self.tokens is not None:
             _check_rollouts(op, self, self.rollouts, self.tokens)
 
+    def __repr__(self) -> str:
+        rollouts = "without rollouts" if self.rollouts is None else f"with {self.rollouts.num_rollouts} rollouts"
+        return (
+            f"SegmentGram({self.size} segments, level {self.level}, gram [{self.size}, {self.size}] on "
+            f"{self.gram.device}, {rollouts}, {self.covered:,} of {self.total:,} parameters, {self.dtype}, temperature "
+            f"{self.temperature:g})"
+        )
+
     @property
     def size(self) -> int:
         """Number of segments, S."""
@@ -150,7 +158,7 @@ class SegmentGram:
             raise
 
     @classmethod
-    def load(cls, path: Path) -> SegmentGram:
+    def load(cls, path: str | Path) -> SegmentGram:
         """Reads a file that `save` wrote. Nothing in it is trusted: sizes, dtypes, symmetry and counts are checked.
 
         Raises:
@@ -326,9 +334,12 @@ def _check_rollouts(op: str, gram: SegmentGram, rollouts: Batch, tokens: Tensor)
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name the Gram in it, such as {path / 'gram.safetensors'}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -343,6 +354,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 odd = ", ".join(sorted(name[:80] for name in names ^ set(TENSORS))[:10])
                 raise ValueError(f"{path}: {odd} is missing, or not of the format")
             tensors = {name: file.get_tensor(name) for name in TENSORS}
+    except OSError as error:  # which does not always say of which file
+        raise type(error)(f"{path} cannot be read: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error})") from error
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a dtype that torch has not

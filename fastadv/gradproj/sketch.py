@@ -62,6 +62,13 @@ class RolloutSketches:
         for name in ("covered", "total"):
             validation.integer(op, name, getattr(self, name))
 
+    def __repr__(self) -> str:
+        rows, copies, size = self.values.shape
+        return (
+            f"RolloutSketches({rows} rollouts, {copies} copies of {size:,} slots on {self.values.device}, "
+            f"{self.covered:,} of {self.total:,} parameters, quantum {self.quantum:g}, seed {self.seed})"
+        )
+
     def arms(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> Tensor:
         """Sketches of arms, `[K, copies, size]` float64.
 
