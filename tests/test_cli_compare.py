@@ -34,6 +34,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.returncode == 0, run.stderr
     assert run.stdout.endswith("gram.safetensors\n")
     assert "segment Gram, level turn" in run.stderr  # the plan, before the pass
+    assert max(map(len, run.stderr.splitlines())) <= 80
     return folder / "out"
 
 

@@ -328,8 +328,17 @@ def test_options_that_are_none(batch: fa.Batch) -> None:
 def test_a_model_in_two_places_is_refused(batch: fa.Batch) -> None:
     model = small_model("gpt2")
     model.transformer.ln_f.to("meta")
-    with pytest.raises(ValueError, match="the model is on cpu, meta"):
+    with pytest.raises(ValueError, match="the model is on cpu, meta; a segment Gram is computed on one device: move"):
         gradproj.segment_gram(model, batch)
+    split = small_model("llama")
+    split.model.rotary_emb.to("meta")  # buffers only
+    with pytest.raises(ValueError, match="the model is on cpu, meta; "):
+        gradproj.segment_gram(split, batch)
+    with pytest.raises(ValueError, match="the model is on the meta device and has no values"):
+        gradproj.segment_gram(small_model("llama").to("meta"), batch)
+    fields = {name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(ValueError, match="the batch is on the meta device and has no values"):
+        gradproj.segment_gram(small_model("llama"), replace(batch, **fields))
 
 
 def test_gradients_that_are_not_finite(batch: fa.Batch) -> None:

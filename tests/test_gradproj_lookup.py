@@ -11,6 +11,7 @@ from gradproj_models import ragged_batch
 import fastadv as fa
 from fastadv.gradproj import Projections, RolloutSketches, SegmentGram, project
 from fastadv.gradproj.statistics import Estimate
+from fastadv.replay.gradient_tables import projection_tables
 
 
 def gram_of(batch: fa.Batch) -> SegmentGram:
@@ -74,6 +75,21 @@ def test_a_number_prints_with_its_interval() -> None:
     assert [str(e) for e in (Estimate(0.5, -1.0, 2.0), Estimate(0.5), Estimate(float("nan")))] == [
         "0.500 (-1.00 to 2.00)", "0.500", "–",
     ]  # fmt: skip
+
+
+def test_a_slope_is_shown_with_its_interval_or_not_at_all(found: Projections) -> None:
+    """Its denominator may be noise around 0."""
+
+    def shown(slope: Estimate) -> tuple[str, str]:
+        rows = [replace(row, comparison=replace(row.comparison, cap_slope=slope)) for row in found.rows]
+        whole, *parts = projection_tables(replace(found, rows=tuple(rows)))
+        assert parts
+        assert not any("slope" in table.columns for table in parts)
+        (row,) = (row for row in whole.rows if row[:2] == ["b", "slope"])
+        return row[2], row[3]
+
+    assert shown(Estimate(0.5)) == ("–", "–")
+    assert shown(Estimate(0.5, 0.25, 0.75)) == ("0.500", "0.25 to 0.75")
 
 
 def test_two_arms_of_one_name_are_refused(batch: fa.Batch) -> None:

@@ -108,17 +108,22 @@ def parts_of(model: nn.Module) -> Parts:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises ValueError where parameters are not whole, or not together."""
+    """Raises ValueError where parameters are not whole, or not together with all that the model computes with."""
     devices = set()
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if hasattr(value, "placements"):
             raise ValueError(
                 f"segment_gram: {name} is sharded over processes; pass the whole model, or use GramAccumulator on the "
                 "gradients of a training step"
             )
-        devices.add(parameter.device)
+        devices.add(value.device)
     if len(devices) > 1:
-        raise ValueError(f"segment_gram: the model is on {', '.join(sorted(map(str, devices)))}; move it to one device")
+        raise ValueError(
+            f"segment_gram: the model is on {', '.join(sorted(map(str, devices)))}; a segment Gram is computed on one "
+            "device: move the model to one (without device_map), or take SketchCollector in a training step"
+        )
+    if any(device.type == "meta" for device in devices):
+        raise ValueError("segment_gram: the model is on the meta device and has no values; load its weights first")
 
 
 def check_hooks(parts: Parts) -> None:

@@ -57,6 +57,9 @@ def segment_gram(
     """Inner products of the policy gradients of all segments: `H[s, r] = <u_s, u_r>`, with `u_s` the sum over the
     segment's sampled tokens of the gradient of their log-prob by all trainable parameters.
 
+    Runs on one device, the model's, wherever the batch is. A model on several devices, or sharded over processes, is
+    refused.
+
     Costs about what one forward and backward pass with checkpointing does at level "rollout", and a few times that at
     level "turn", whatever is asked of it afterwards: the Gram of any arms `A [K, S]` over segments is `A H A^T`.
 
@@ -75,11 +78,13 @@ def segment_gram(
         progress: called with (done, of how many) after each layer.
 
     Raises:
-        ValueError: a model of another family, a module that cannot be intercepted, dropout that is on, parameters
-            shared other than by a tied head, rollouts without token ids or prompt, from another tokenizer or longer
-            than the model's context, gradients that are not finite, a model whose log-probs of a rollout depend on the
-            rollouts beside it (by more than BATCH_MATE_TOLERANCE, looked at on a few tokens). The model is always left
+        ValueError: a model of another family or on several devices, a module that cannot be intercepted, hooks that do
+            not run here, dropout that is on, parameters shared other than by a tied head, rollouts without token ids or
+            prompt, from another tokenizer or longer than the model's context, gradients that are not finite, a model
+            whose log-probs of a rollout depend on the rollouts beside it (by more than BATCH_MATE_TOLERANCE, looked at
+            on a few tokens), or whose logits are not those of its last norm and output layer. The model is always left
             as it was.
+        TypeError: what is no model or no batch, a number of another type.
     """
     validation.choice(OP, "level", level, LEVELS)
     validation.count(OP, "temperature", temperature, positive=True)
@@ -95,6 +100,8 @@ def segment_gram(
     check_sharing(parts)
     check_hooks(parts)
     for one in batches:
+        if one.mask.device.type == "meta":
+            raise ValueError(f"{OP}: the batch is on the meta device and has no values; pass the rollouts themselves")
         _check_batch(one, parts)
     if token_weights is not None:
         tokens = sum(one.mask.shape[0] for one in batches)

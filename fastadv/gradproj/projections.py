@@ -114,7 +114,8 @@ class Projections:
             return "Projections(no arm has a gradient)"
         return (
             f"Projections of {len(self.arms)} arms against {self.arms[0]!r}, {self.prompts} prompts, noise floor "
-            f"{self.noise_floor:.3f}, signal {self.signal}\n{self.table(self.scopes[0])}\nscopes: {', '.join(self.scopes)}"
+            f"{self.noise_floor:.3f}, signal {self.signal}\n{self.table(self.scopes[0])}\n"
+            f"scopes: {', '.join(self.scopes)}"
         )
 
 

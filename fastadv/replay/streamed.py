@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -44,13 +43,9 @@ def plan(policy: Policy, batches: Sequence[Batch]) -> str:
     Raises:
         ValueError: a model of a family that the planner, and so the pass, does not know.
     """
-    rollouts, segments = sum(b.num_rollouts for b in batches), sum(b.segments.count for b in batches)
     return gradproj.plan(
         policy.model,
-        tokens=sum(int(batch.token_ids.cu_seqlens[-1]) for batch in batches if batch.token_ids is not None),
-        rollouts=rollouts,
-        turns=max(1, math.ceil(segments / rollouts)),
+        batch=batches,
         level="turn",
-        loss_tokens=sum(int(batch.mask.sum()) for batch in batches),
         value_bytes=policy.parameters[0].element_size(),
     ).explain()
