@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +147,51 @@ def test_a_configuration_whose_sizes_are_none() -> None:
     for tokens in (10, 2.0, -1):
         with pytest.raises((TypeError, ValueError), match=f"loss_tokens is {tokens}"):
             gradproj.plan(CONFIG, tokens=9, rollouts=3, loss_tokens=tokens)
+
+
+def test_what_would_fail_late_or_mean_nothing(batch: fa.Batch, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"progress is a int; pass a function of \(done, total\)"):
+        gradproj.segment_gram(Untouched(), batch, progress=3)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        gradproj.segment_gram(small_model("llama").requires_grad_(False), batch)
+    with pytest.raises(ValueError, match="no parameter to sketch: none requires a gradient"):
+        SketchCollector(linear().requires_grad_(False))
+    for build in (lambda: SketchCollector(linear(), device="gpu"), lambda: GramAccumulator(2, device="gpu")):
+        with pytest.raises(RuntimeError, match="device"):
+            build()
+    with pytest.raises(TypeError, match=r"register_interceptor: kind is 3; pass a class of modules"):
+        gradproj.register_interceptor(3)
+    with pytest.raises(TypeError, match="register_interceptor: kind is <class 'int'>"):
+        gradproj.register_interceptor(int)
+    model = small_model("llama")
+    for direction in ({}, None):
+        with pytest.raises(ValueError, match=r"the direction is .*; pass a mapping from names"):
+            gradproj.token_dots(model, batch, direction)
+    with pytest.raises(TypeError, match=r"the direction along lm_head\.weight is a int; pass a tensor"):
+        gradproj.token_dots(model, batch, {"lm_head.weight": 3})
+    with pytest.raises(TypeError, match="token_dots: batch is a str"):
+        gradproj.token_dots(model, "rollouts", {})
+    with pytest.raises(TypeError, match="project: gram is a Tensor; pass a SegmentGram"):
+        gradproj.project(torch.ones(2, 2), [fa.Arm("a")])
+    with pytest.raises(TypeError, match="parameter is 3; pass the parameter's name"):
+        gradproj.count_sketch(torch.ones(3), 32, parameter=3)
+    gram = gram_of(batch)
+    for change in ({"notes": "abc"}, {"notes": (1,)}, {"dtype": torch.float32}, {"checkpoint": None}):
+        with pytest.raises(TypeError, match=f"SegmentGram: {next(iter(change))} is .*; pass a text"):
+            replace(gram, **change)
+    with pytest.raises(FileNotFoundError, match=r"absent/x cannot be written: .*absent is no folder"):
+        gram.save(tmp_path / "absent" / "x")
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
+        gram.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_sketches_that_cannot_be_of_rollouts() -> None:
+    values = torch.zeros(3, 2, 64, dtype=torch.int64)
+    with pytest.raises(ValueError, match="rollouts holds a number twice"):
+        gradproj.RolloutSketches(values, torch.tensor([0, 0, 1]), 0.5, 7, 10, 12)
+    with pytest.raises(ValueError, match="covered is 13; it must be from 0 to 12"):
+        gradproj.RolloutSketches(values, torch.arange(3), 0.5, 7, 13, 12)
 
 
 # ---- arms of an accumulator ------------------------------------------------------------------------------------------

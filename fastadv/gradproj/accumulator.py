@@ -88,7 +88,8 @@ class GramAccumulator:
         if not arm_names or len(set(self.names)) != len(self.names):
             raise ValueError(f"GramAccumulator: names are {list(self.names)}; pass at least one arm, each name once")
         self._arms = len(arm_names)
-        self._group, self._filter, self._device = process_group, filter, device
+        self._group, self._filter = process_group, filter
+        self._device = None if device is None else torch.device(device)
         self._held: dict[str, list[Tensor | None]] = {}
         self._captured: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}  # of the parameters of the model that was captured

@@ -164,7 +164,8 @@ class SketchCollector:
         if size % 32:
             raise ValueError(f"{op}: size is {size}; it must be a positive multiple of 32")
         self._size, self._copies, self._seed, self._quantum = size, copies, seed, quantum
-        self._keep, self._shards, self._scratch, self._device = keep_gradients, dict(shards or {}), scratch, device
+        self._keep, self._shards, self._scratch = keep_gradients, dict(shards or {}), scratch
+        self._device = None if device is None else torch.device(device)
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}  # a tied one by its first name
         unknown = [name for name in self._shards if name not in names.values()]
         if unknown:
@@ -198,6 +199,8 @@ class SketchCollector:
                 f"{op}: no way to sketch the parameters of {', '.join(strange[:5])}"
                 f"{', ...' if len(strange) > 5 else ''}; freeze them, or leave them out with strict=False"
             )
+        if not self._watched:
+            raise ValueError(f"{op}: no parameter to sketch: none requires a gradient, is known and passes the filter")
         self._total = sum(p.numel() for p in names)
         self._handles: list[Any] = []
         self._layout: _Layout | None = None

@@ -77,6 +77,11 @@ class SegmentGram:
                 f"{op}: gram has shape {list(self.gram.shape)}, rows {list(self.rows.shape)} and turns "
                 f"{list(self.turns.shape)}; expected [S, S], [S] and [S]"
             )
+        texts = {"dtype": self.dtype, "checkpoint": self.checkpoint, "batch": self.batch}
+        notes = self.notes if isinstance(self.notes, tuple) else (None,)
+        for name, text in (*texts.items(), *(("notes", note) for note in notes)):
+            if not isinstance(text, str):
+                raise TypeError(f"{op}: {name} is {getattr(self, name)!r}; pass a text, or as notes a tuple of texts")
         validation.integer(op, "total", self.total)
         validation.integer(op, "covered", self.covered, most=self.total)
         validation.count(op, "temperature", self.temperature, positive=True)
@@ -134,6 +139,10 @@ class SegmentGram:
         path = Path(path)
         if self.rollouts is None or self.tokens is None:
             raise ValueError("SegmentGram.save: no arm can be computed without the rollouts; take with_rollouts first")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"SegmentGram.save: {path} cannot be written: {path.parent} is no folder")
+        if path.is_dir():
+            raise IsADirectoryError(f"SegmentGram.save: {path} is a folder; name a file in it")
         batch = self.rollouts
         about = {
             "covered": self.covered, "total": self.total, "temperature": self.temperature, "dtype": self.dtype,

@@ -337,6 +337,9 @@ def register_interceptor(
         ... class MyScaleInterceptor(fa.gradproj.Interceptor): ...
     """
 
+    if not callable(kind) or (isinstance(kind, type) and not issubclass(kind, nn.Module)):
+        raise TypeError(f"register_interceptor: kind is {kind!r}; pass a class of modules, or a function of a module")
+
     def matches(module: nn.Module) -> bool:
         return is_plain(module, kind) if isinstance(kind, type) else kind(module)
 

@@ -90,6 +90,8 @@ def segment_gram(
     validation.count(OP, "temperature", temperature, positive=True)
     validation.integer(OP, "max_tokens", max_tokens, least=1)
     validation.module(OP, "model", model)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"{OP}: progress is a {type(progress).__name__}; pass a function of (done, total)")
     temperature = float(temperature)
     batches = [one.packed() for one in batches_of(OP, batch)]
     parts = parts_of(model)
@@ -182,6 +184,8 @@ class _Run:
             self._cover([parts.positions.weight])
         if strict:
             self._check_covered()
+        if not self.covered:
+            raise ValueError(f"{OP}: no parameter of the model requires a gradient; call requires_grad_(True) on some")
 
     def _cover(self, parameters: Iterable[Tensor]) -> None:
         self.covered.update((id(p), p) for p in parameters)

@@ -147,6 +147,8 @@ def project(
     Raises:
         ValueError: no arm, a Gram without rollouts, advantages that differ within its segments.
     """
+    if not isinstance(gram, SegmentGram):
+        raise TypeError(f"project: gram is a {type(gram).__name__}; pass a SegmentGram, see segment_gram")
     validation.integer("project", "draws", draws)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"project: seed is {seed!r}; pass an integer")

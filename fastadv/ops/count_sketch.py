@@ -147,6 +147,8 @@ def count_sketch(
     if values.dim() not in (1, 2):
         raise ValueError(f"{op}: values has shape {list(values.shape)}; pass [n] or [rows, columns], as by flatten(1)")
     check_sketch(op, size, copies, quantum, seed)
+    if not isinstance(parameter, str):
+        raise TypeError(f"{op}: parameter is {parameter!r}; pass the parameter's name")
     validation.integer(op, "row_offset", row_offset, least=0, most=2**62)
     validation.integer(op, "column_offset", column_offset, least=0, most=2**62)
     if out is not None:
