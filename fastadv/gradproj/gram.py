@@ -25,6 +25,7 @@ TENSORS = {
     "row_ids": torch.int64,
 }  # fmt: skip
 LARGEST_NOTES = 2**20  # characters of metadata that are looked into
+LARGEST_TOKENS = 2.0**53  # whose sums are exact
 ROUNDING = 1e-6  # of products of gradients in float32
 
 
@@ -327,6 +328,8 @@ def _check_rollouts(op: str, gram: SegmentGram, rollouts: Batch, tokens: Tensor)
     validation.tensor(op, "tokens", tokens, shape=(index.count,), dtypes=(torch.int64,))
     if bool((tokens < 0).any()):
         raise ValueError(f"{op}: tokens holds {int(tokens.min())}; counts are from 0")
+    if float(tokens.double().sum()) > LARGEST_TOKENS:
+        raise ValueError(f"{op}: tokens holds {int(tokens.max())}; all together there are at most 2^53")
     if gram.level == "rollout" and gram.size:
         same = gram.size == rollouts.num_rollouts
     else:
