@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from fastadv import validation
 from fastadv.batch import Batch
+from fastadv.gradproj import flash
 from fastadv.gradproj.embedding import EmbeddingRows
 from fastadv.gradproj.families import Parts, check_dropout, check_parameters, check_sharing, fixed_policy, parts_of
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.head import Head
 from fastadv.gradproj.interceptors import Interceptor, Tape, interceptor
-from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
+from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, Packed, layout
 from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
 from fastadv.responses import without_prompt
 
@@ -43,6 +44,7 @@ def segment_gram(
     max_tokens: int = 4096,
     scratch_bytes: int | None = None,
     strict: bool = True,
+    attention: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> SegmentGram:
     """Inner products of the policy gradients of all segments: `H[s, r] = <u_s, u_r>`, with `u_s` the sum over the
@@ -63,9 +65,12 @@ def segment_gram(
             on a CPU, 1 GiB on a GPU.
         strict: whether a module with parameters that cannot be intercepted is an error; if not, its parameters are
             left out, as those that are frozen are, and `covered` says so.
+        attention: "blocks", the library's own in float32 at least; "flash", flash-attn's in the model's precision, for
+            bfloat16 and float16 models on a CUDA device; "auto": flash where it can run. `flash.choose` says which.
         progress: called with (done, of how many) after each layer.
 
     Raises:
+        BackendUnavailableError: attention "flash" where it cannot run, with the reason.
         ValueError: a model of another family, a module that cannot be intercepted, dropout that is on, parameters
             shared other than by a tied head, rollouts without token ids or prompt, from another tokenizer or longer
             than the model's context, gradients that are not finite, a model whose log-probs of a rollout depend on the
@@ -83,6 +88,7 @@ def segment_gram(
     check_parameters(model)
     check_dropout(model)
     check_sharing(parts)
+    attends = flash.choose(attention, model).name
     for one in batches:
         _check_batch(one, parts)
     if token_weights is not None:
@@ -92,8 +98,8 @@ def segment_gram(
             raise ValueError(f"{OP}: token_weights[{int((~token_weights.isfinite()).nonzero()[0])}] is not finite")
     plan = layout(batches, level, max_tokens, token_weights, device)
     tape = Tape(plan.segments)
-    with fixed_policy(model, tape):
-        run = _Run(parts, plan, tape, temperature, scratch_bytes, strict)
+    with fixed_policy(model, tape, attends):
+        run = _Run(parts, plan, tape, temperature, scratch_bytes, strict, attends)
         gram = run.gram(progress or (lambda done, total: None))
         return SegmentGram(
             gram=gram.cpu(),
@@ -143,9 +149,16 @@ class _Run:
     """One pass over one model and all micro-batches."""
 
     def __init__(
-        self, parts: Parts, plan: Layout, tape: Tape, temperature: float, scratch_bytes: int, strict: bool
+        self,
+        parts: Parts,
+        plan: Layout,
+        tape: Tape,
+        temperature: float,
+        scratch_bytes: int,
+        strict: bool,
+        attends: str,
     ) -> None:
-        self.parts, self.plan, self.tape, self.scratch_bytes = parts, plan, tape, scratch_bytes
+        self.parts, self.plan, self.tape, self.scratch_bytes, self.attends = parts, plan, tape, scratch_bytes, attends
         self.total = GramSum(plan.segments, parts.tokens.weight.device)
         self.head = Head(parts.head, temperature, scratch_bytes)
         self.covered: dict[int, Tensor] = {}
@@ -183,7 +196,7 @@ class _Run:
         batches, names = self.plan.micro_batches, list(self.parts.layers)
         with self._intercepted():
             with torch.no_grad():
-                calls = [self._forward(one.ids) for one in batches]
+                calls = [self._forward(one) for one in batches]
                 self._check_batch_mates(calls)
             total, norm = len(names) + 2, self.parts.paths.norm
             cotangents = [self._through_norm(one, call.pop()) for one, call in zip(batches, calls, strict=True)]
@@ -216,8 +229,9 @@ class _Run:
                 else:
                     one.module.forward = forward
 
-    def _forward(self, ids: Tensor) -> list[_Call]:
+    def _forward(self, micro_batch: MicroBatch) -> list[_Call]:
         """Runs the model below the head and keeps what every layer and the last norm get."""
+        self.tape.micro_batch, ids = micro_batch, micro_batch.ids
         calls: list[_Call] = []
 
         def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -246,16 +260,23 @@ class _Run:
         return self.head.logits(hidden).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
 
     def _check_batch_mates(self, calls: list[list[_Call]]) -> None:
-        """Raises ValueError unless a rollout's log-probs beside others are what they are alone, on a few tokens."""
+        """Raises ValueError unless a rollout's log-probs beside others are what they are alone, on a few tokens, and
+        with flash-attn, whose backward is not ours, its gradients too."""
         crowded = [i for i, one in enumerate(self.plan.micro_batches) if one.ids.shape[0] > 1]
         if not crowded:
             return
         i = min(crowded, key=lambda i: self.plan.micro_batches[i].rows)
-        ids = self.plan.micro_batches[i].ids[-1, :SAMPLE_TOKENS]
+        one = self.plan.micro_batches[i]
+        if self.attends == "flash":
+            flash.check_batch_mates(self.parts.model, one.whole)
+        width, live = one.ids.shape[1], one.whole.live
+        row = one.ids.shape[0] - 1 if live is None else int(live[-1]) // width  # the last that has rows
+        ids = one.ids[row, : min(SAMPLE_TOKENS, one.whole.lengths[-1])]
         if len(ids) < 2:
             return
-        beside = self._log_probs(calls[i][-1].hidden[-1:, : len(ids)], ids)
-        alone = self._log_probs(self._forward(ids[None])[-1].hidden, ids)
+        beside = self._log_probs(calls[i][-1].hidden[row : row + 1, : len(ids)], ids)
+        sample = Packed.of(torch.tensor([len(ids)]), len(ids), ids.device)
+        alone = self._log_probs(self._forward(replace(one, ids=ids[None], whole=sample))[-1].hidden, ids)
         difference, tolerance = float((alone - beside).abs().max()), BATCH_MATE_TOLERANCE[calls[i][-1].hidden.dtype]
         if difference > tolerance:
             raise ValueError(

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from fastadv import validation
+from fastadv.gradproj import flash
 from fastadv.gradproj.families import FAMILIES
 from fastadv.gradproj.head import slice_width
 from fastadv.gradproj.streams import LEVELS
@@ -114,6 +117,7 @@ class Plan:
     link_bytes: float  # sent by one GPU: tiles to whoever multiplies them, weights gathered twice, the Gram added up
     rate: float
     link_rate: float
+    attention: flash.Choice
 
     @property
     def steps(self) -> float:
@@ -150,6 +154,7 @@ class Plan:
             f"model: {shape.layers} layers of {shape.layer / 1e6:,.1f}M weights, hidden size {shape.hidden:,}, "
             f"vocabulary {shape.vocabulary:,} ({'tied' if shape.tied else 'untied'} head), "
             f"{shape.parameters / 1e9:.2f}B parameters",
+            f"attention: {self.attention.name} ({self.attention.why})",
             "",
             f"streams: {self.streams}; cut behind each segment's last token, they are {self.backward:.1f} backward "
             "passes over all tokens",
@@ -195,6 +200,7 @@ def plan(
     scratch_bytes: int = 2**30,
     rate: float = 4e14,
     link_rate: float = 4e11,
+    attention: str = "auto",
 ) -> Plan:
     """Counts what `segment_gram` takes, from sizes alone.
 
@@ -212,9 +218,11 @@ def plan(
         scratch_bytes: of a tile.
         rate: operations a second that a GPU sustains. The default is an assumption for an H100 in bfloat16.
         link_rate: bytes a second that a GPU sends. The default is an assumption for NVLink.
+        attention: as `segment_gram` takes it. A configuration is on no device: there, "auto" counts as "blocks".
 
     Raises:
-        ValueError: a number below 1, an unknown level, a configuration of another family.
+        ValueError: a number below 1, an unknown level or attention, a configuration of another family.
+        BackendUnavailableError: attention "flash" on a model that it cannot run.
     """
     loss_tokens = tokens if loss_tokens is None else loss_tokens
     for name, value in (("tokens", tokens), ("rollouts", rollouts), ("turns", turns), ("gpus", gpus)):
@@ -222,6 +230,11 @@ def plan(
             raise ValueError(f"{OP}: {name} is {value}; it must be at least 1")
     validation.choice(OP, "level", level, LEVELS)
     shape = Shape.of(getattr(model, "config", model))
+    if isinstance(model, nn.Module):
+        attends = flash.choose(attention, model)
+    else:
+        validation.choice(OP, "attention", attention, flash.CHOICES)
+        attends = flash.Choice("flash" if attention == "flash" else "blocks", "counted from a configuration")
     streams = turns if level == "turn" else 1
     segments = rollouts * streams
     backward = (streams + 1) / 2  # live rows of all streams, in passes over all tokens
@@ -232,7 +245,8 @@ def plan(
     triangle = 1 + 1 / TRIANGLE_BLOCKS  # of a square of 2 segments^2, half and the blocks on the diagonal
     operations = (
         tokens * layers * (2 + 2 + 4 * backward)  # forward, forward again, input and weight gradients
-        + attend * (1 + 1 + 2.5 * squares)
+        # Backward, of five products, one is scores again; flash-attn's is behind a whole forward on the live rows.
+        + attend * (1 + 1 + (3.5 if attends.name == "flash" else 2.5) * squares)
         + 8.0 * loss_tokens * shape.head  # logits twice, hidden and weight gradients
         + triangle * segments**2 * shape.parameters
     )
@@ -266,4 +280,5 @@ def plan(
         + 2 * sent * 8.0 * segments**2,
         rate=rate,
         link_rate=link_rate,
+        attention=attends,
     )
