@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_files import samples, write_dump, write_policy
 
-from fastadv.replay import policy
+from fastadv.replay import pipeline, policy
 from fastadv.replay.errors import ReplayError
 from fastadv.replay.pipeline import ReplayOptions, replay
 from fastadv.replay.policy import Policy, device_named
@@ -55,6 +55,16 @@ def test_a_policy_is_loaded_to_its_device(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.nn.Module.to", full)
     with pytest.raises(ReplayError, match="policy does not fit on meta: CUDA out of memory"):
         Policy.load(folder, device="meta")
+
+
+def test_a_device_that_is_too_small_for_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(pipeline.streamed, "segment_gram", full)
+    loaded = Policy.load(write_policy(tmp_path / "policy"))
+    with pytest.raises(ReplayError, match=r"too little memory \(CUDA out of memory.* smaller --max-tokens"):
+        replay([write_dump(tmp_path / "dump.pt", samples(2, 2))], loaded, ReplayOptions(p1_prompts=0))
 
 
 @pytest.mark.gpu

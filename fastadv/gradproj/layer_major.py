@@ -66,7 +66,8 @@ def segment_gram(
         strict: whether a module with parameters that cannot be intercepted is an error; if not, its parameters are
             left out, as those that are frozen are, and `covered` says so.
         attention: "blocks", the library's own in float32 at least; "flash", flash-attn's in the model's precision, for
-            bfloat16 and float16 models on a CUDA device; "auto": flash where it can run. `flash.choose` says which.
+            bfloat16 and float16 models on a CUDA device; "auto": flash where it can run. A plan of the model says
+            which.
         progress: called with (done, of how many) after each layer.
 
     Raises:

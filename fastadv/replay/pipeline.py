@@ -420,7 +420,13 @@ def replay(
     if not paths:
         raise ReplayError("no dump was given")
     run = _Run(policy, options, progress or NoProgress())
-    for path in paths:
-        run.add(path)
-        gc.collect()
-    return run.result()
+    try:
+        for path in paths:
+            run.add(path)
+            gc.collect()
+        return run.result()
+    except torch.OutOfMemoryError as error:  # of a CUDA device
+        raise ReplayError(
+            f"the device has too little memory ({error}): a smaller --max-tokens or fewer dumps take less, and "
+            "--device cpu has the machine's"
+        ) from error
