@@ -99,6 +99,28 @@ def test_sliding_windows_are_the_layers_own(batch: fa.Batch, stand_in: FlashAttn
     assert {call["window"] for call in stand_in.calls} == {(-1, -1), (3, 0)}
 
 
+def test_scores_are_scaled_as_the_layer_says(batch: fa.Batch, stand_in: FlashAttn) -> None:
+    model = small_model("gpt2", scale_attn_by_inverse_layer_idx=True)
+    found, blocks = (gradproj.segment_gram(model, batch, attention=name).gram for name in ("flash", "blocks"))
+    assert relative_error(found, blocks) < 1e-12
+    model.config.scale_attn_by_inverse_layer_idx = False
+    for block in model.transformer.h:
+        block.attn.scaling = block.attn.head_dim**-0.5
+    assert relative_error(gradproj.segment_gram(model, batch).gram, blocks) > 1e-3
+
+
+def test_one_pass_at_a_time(batch: fa.Batch, stand_in: FlashAttn) -> None:
+    model = small_model("llama")
+    for other in ("flash", "blocks"):
+        with pytest.raises(ValueError, match="another pass runs on this model"):
+            gradproj.segment_gram(
+                model,
+                batch,
+                attention="flash",
+                progress=lambda *_, other=other: gradproj.segment_gram(model, batch, attention=other),
+            )
+
+
 def test_rollouts_without_a_loss_token_have_no_rows(stand_in: FlashAttn) -> None:
     batch = ragged_batch()
     mask = batch.mask.clone()
