@@ -125,7 +125,7 @@ def test_attention_is_torchs(heads: int, window: int | None) -> None:
     for rows in (tokens, reach):
         runs = [Run(i, 0, 0, rows - i) for i in range(3)]
         nothing = torch.zeros(0, dtype=torch.int64)
-        tape.stream = Stream(runs, nothing, None, 0, nothing, nothing)
+        tape.stream = Stream(None, [], nothing, runs, nothing, nothing, nothing)
         dy = torch.randn_like(found) * (torch.arange(tokens) < rows)[:, None]
         gradients = torch.autograd.grad(found, (q, k, v), dy, retain_graph=True)
         for ours, theirs in zip(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastadv.gradproj import attention
+from fastadv.gradproj import attention, flash
 from fastadv.gradproj.interceptors import Tape, check_gradient_hooks, is_plain
 from fastadv.ops.segment_weight_gram import whole_float32
 
@@ -167,24 +167,26 @@ def check_dropout(model: nn.Module) -> None:
 
 
 _CLAIM = threading.Lock()
+_ATTENTIONS = {"blocks": (attention.NAME, attention.attention), "flash": (flash.NAME, flash.attend)}
 
 
 @contextmanager
-def fixed_policy(model: nn.Module, tape: Tape) -> Iterator[None]:
+def fixed_policy(model: nn.Module, tape: Tape, attends: str) -> Iterator[None]:
     """The model in evaluation mode and its own precision, with attention whose results do not depend on batch mates,
-    as those of fused kernels do. Everything is set back at the end.
+    as those of fused kernels do: "blocks" or "flash". Everything is set back at the end.
 
     Raises:
         ValueError: another pass runs on the model, or on one that shares its config.
     """
     config: Any = model.config
     device = next(model.parameters()).device.type
-    attention.register()
+    name, function = _ATTENTIONS[attends]
+    attention.register(name, function)
     with _CLAIM:
         own = config._attn_implementation
-        if own == attention.NAME:
+        if own in (attention.NAME, flash.NAME):
             raise ValueError("segment_gram: another pass runs on this model, or on one that shares its config")
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = name
     training = [module for module in model.modules() if module.training]
     token = attention.TAPE.set(tape)
     try:

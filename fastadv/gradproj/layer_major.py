@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastadv import validation
 from fastadv.batch import Batch
+from fastadv.gradproj import flash
 from fastadv.gradproj.embedding import EmbeddingRows
 from fastadv.gradproj.families import (
     Parts,
@@ -30,7 +31,7 @@ from fastadv.gradproj.families import (
 from fastadv.gradproj.gram import SegmentGram, batches_of
 from fastadv.gradproj.head import Head
 from fastadv.gradproj.interceptors import Interceptor, Tape, described, interceptor
-from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
+from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, Packed, layout
 from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
 from fastadv.responses import without_prompt
 
@@ -52,6 +53,7 @@ def segment_gram(
     max_tokens: int = 4096,
     scratch_bytes: int | None = None,
     strict: bool = True,
+    attention: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> SegmentGram:
     """Inner products of the policy gradients of all segments: `H[s, r] = <u_s, u_r>`, with `u_s` the sum over the
@@ -75,9 +77,13 @@ def segment_gram(
             on a CPU, 1 GiB on a GPU.
         strict: whether a module with parameters that cannot be intercepted is an error; if not, its parameters are
             left out, as those that are frozen are, and `covered` says so.
+        attention: "blocks", the library's own in float32 at least; "flash", flash-attn's in the model's precision, for
+            bfloat16 and float16 models on a CUDA device; "auto": flash where it can run. A plan of the model says
+            which.
         progress: called with (done, of how many) after each layer.
 
     Raises:
+        BackendUnavailableError: attention "flash" where it cannot run, with the reason.
         ValueError: a model of another family or on several devices, a module that cannot be intercepted, hooks that do
             not run here, dropout that is on, parameters shared other than by a tied head, rollouts without token ids or
             prompt, from another tokenizer or longer than the model's context, gradients that are not finite, a model
@@ -101,6 +107,7 @@ def segment_gram(
     check_dropout(model)
     check_sharing(parts)
     check_hooks(parts)
+    attends = flash.choose(attention, model).name
     for one in batches:
         if one.mask.device.type == "meta":
             raise ValueError(f"{OP}: the batch is on the meta device and has no values; pass the rollouts themselves")
@@ -112,8 +119,8 @@ def segment_gram(
             raise ValueError(f"{OP}: token_weights[{int((~token_weights.isfinite()).nonzero()[0])}] is not finite")
     plan = layout(batches, level, max_tokens, token_weights, device)
     tape = Tape(plan.segments)
-    with fixed_policy(model, tape):
-        run = _Run(parts, plan, tape, temperature, scratch_bytes, strict)
+    with fixed_policy(model, tape, attends):
+        run = _Run(parts, plan, tape, temperature, scratch_bytes, strict, attends)
         gram = run.gram(progress or (lambda done, total: None))
         return SegmentGram(
             gram=gram.cpu(),
@@ -159,13 +166,29 @@ class _Call:
     keywords: dict[str, Any]
 
 
+def _sample(micro_batch: MicroBatch) -> tuple[int, MicroBatch]:
+    """The last rollout that has rows, and the first of these alone, without padding."""
+    live = micro_batch.whole.live
+    row = micro_batch.ids.shape[0] - 1 if live is None else int(live[-1]) // micro_batch.ids.shape[1]
+    length = min(SAMPLE_TOKENS, micro_batch.whole.lengths[-1])
+    whole = Packed.of(torch.tensor([length]), length, micro_batch.ids.device)
+    return row, replace(micro_batch, ids=micro_batch.ids[row : row + 1, :length], whole=whole)
+
+
 class _Run:
     """One pass over one model and all micro-batches."""
 
     def __init__(
-        self, parts: Parts, plan: Layout, tape: Tape, temperature: float, scratch_bytes: int, strict: bool
+        self,
+        parts: Parts,
+        plan: Layout,
+        tape: Tape,
+        temperature: float,
+        scratch_bytes: int,
+        strict: bool,
+        attends: str,
     ) -> None:
-        self.parts, self.plan, self.tape, self.scratch_bytes = parts, plan, tape, scratch_bytes
+        self.parts, self.plan, self.tape, self.scratch_bytes, self.attends = parts, plan, tape, scratch_bytes, attends
         self.total = GramSum(plan.segments, parts.tokens.weight.device)
         self.head = Head(parts.head, temperature, scratch_bytes)
         self.covered: dict[int, Tensor] = {}
@@ -205,7 +228,7 @@ class _Run:
         batches, names = self.plan.micro_batches, list(self.parts.layers)
         with self._intercepted():
             with torch.no_grad():
-                calls = [self._forward(one.ids) for one in batches]
+                calls = [self._forward(one) for one in batches]
                 self._check_batch_mates(calls)
                 self._check_model(calls)
             total, norm = len(names) + 2, self.parts.paths.norm
@@ -239,8 +262,9 @@ class _Run:
                 else:
                     one.module.forward = forward
 
-    def _forward(self, ids: Tensor) -> list[_Call]:
+    def _forward(self, micro_batch: MicroBatch) -> list[_Call]:
         """Runs the model below the head and keeps what every layer and the last norm get."""
+        self.tape.micro_batch, ids = micro_batch, micro_batch.ids
         calls: list[_Call] = []
         passed, intact = [self.parts.embedded(ids)], True  # what the next of them should get
 
@@ -282,16 +306,21 @@ class _Run:
         return self.head.logits(hidden).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
 
     def _check_batch_mates(self, calls: list[list[_Call]]) -> None:
-        """Raises ValueError unless a rollout's log-probs beside others are what they are alone, on a few tokens."""
+        """Raises ValueError unless a rollout's log-probs beside others are what they are alone, on a few tokens, and
+        with flash-attn, whose backward is not ours, its gradients too."""
         crowded = [i for i, one in enumerate(self.plan.micro_batches) if one.ids.shape[0] > 1]
         if not crowded:
             return
         i = min(crowded, key=lambda i: self.plan.micro_batches[i].rows)
-        ids = self.plan.micro_batches[i].ids[-1, :SAMPLE_TOKENS]
+        one = self.plan.micro_batches[i]
+        if self.attends == "flash":
+            flash.check_batch_mates(self.parts.model, one.whole)
+        row, sample = _sample(one)
+        ids = sample.ids[0]
         if len(ids) < 2:
             return
-        beside = self._log_probs(calls[i][-1].hidden[-1:, : len(ids)], ids)
-        alone = self._log_probs(self._forward(ids[None])[-1].hidden, ids)
+        beside = self._log_probs(calls[i][-1].hidden[row : row + 1, : len(ids)], ids)
+        alone = self._log_probs(self._forward(sample)[-1].hidden, ids)
         difference, tolerance = float((alone - beside).abs().max()), BATCH_MATE_TOLERANCE[calls[i][-1].hidden.dtype]
         if difference > tolerance:
             raise ValueError(
@@ -303,8 +332,9 @@ class _Run:
         """Raises ValueError unless the model's own logits are those that gradients are taken of, on a few tokens."""
         if not calls:
             return
-        ids = self.plan.micro_batches[0].ids[:1, :SAMPLE_TOKENS]
-        ours = self.head.logits(self.parts.norm(calls[0][-1].hidden[:1, : ids.shape[1]])) / self.head.scale
+        row, self.tape.micro_batch = _sample(self.plan.micro_batches[0])
+        ids = self.tape.micro_batch.ids
+        ours = self.head.logits(self.parts.norm(calls[0][-1].hidden[row : row + 1, : ids.shape[1]])) / self.head.scale
         theirs = self.parts.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         difference = float((theirs - ours).abs().max() / ours.abs().max())
         if difference > MODEL_TOLERANCE[calls[0][-1].hidden.dtype]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastadv import validation
 from fastadv.batch import Batch
+from fastadv.gradproj import flash
 from fastadv.gradproj.families import FAMILIES
 from fastadv.gradproj.gram import batches_of
 from fastadv.gradproj.head import slice_width
@@ -128,6 +129,7 @@ class Plan:
     link_bytes: float  # sent by one GPU: tiles to whoever multiplies them, weights gathered twice, the Gram added up
     rate: float
     link_rate: float
+    attention: flash.Choice
 
     @property
     def steps(self) -> float:
@@ -162,6 +164,7 @@ class Plan:
             f"model: {shape.layers} layers of {scaled(shape.layer, COUNTS)} weights, hidden size {shape.hidden:,}, "
             f"vocabulary {shape.vocabulary:,} ({'tied' if shape.tied else 'untied'} head), "
             f"{scaled(shape.parameters, COUNTS)} parameters",
+            f"attention: {self.attention.name} ({self.attention.why})",
             "",
             f"streams: {self.streams}, {self.level}s {even}; cut behind each segment's last token, they are "
             f"{self.backward:.1f} backward "
@@ -241,6 +244,7 @@ def plan(
     scratch_bytes: int = 2**30,
     rate: float = 4e14,
     link_rate: float = 4e11,
+    attention: str = "auto",
 ) -> Plan:
     """Counts what `segment_gram` takes, from sizes alone.
 
@@ -260,11 +264,13 @@ def plan(
         scratch_bytes: of a tile.
         rate: operations a second that a GPU sustains. The default is an assumption for an H100 in bfloat16.
         link_rate: bytes a second that a GPU sends. The default is an assumption for NVLink.
+        attention: as `segment_gram` takes it. A configuration is on no device: there, "auto" counts as "blocks".
 
     Raises:
-        ValueError: a number below 1, an unknown level, a configuration of another family; both a batch and sizes, or
-            neither.
+        ValueError: a number below 1, an unknown level or attention, a configuration of another family; both a batch
+            and sizes, or neither.
         TypeError: a size that is no integer, a batch that is none.
+        BackendUnavailableError: attention "flash" on a model that it cannot run.
     """
     validation.choice(OP, "level", level, LEVELS)
     live = lengths = torch.zeros(0)
@@ -293,6 +299,11 @@ def plan(
     for name, number in (("rate", rate), ("link_rate", link_rate)):
         validation.count(OP, name, number, positive=True)
     shape = Shape.of(getattr(model, "config", model))
+    if isinstance(model, nn.Module):
+        attends = flash.choose(attention, model)
+    else:
+        validation.choice(OP, "attention", attention, flash.CHOICES)
+        attends = flash.Choice("flash" if attention == "flash" else "blocks", "counted from a configuration")
     streams = turns if level == "turn" else 1
     segments = rollouts * streams
     backward = (streams + 1) / 2  # live rows of all streams, in passes over all tokens
@@ -307,7 +318,8 @@ def plan(
     triangle = 1 + 1 / TRIANGLE_BLOCKS  # of a square of 2 segments^2, half and the blocks on the diagonal
     operations = (
         tokens * layers * (2 + 2 + 4 * backward)  # forward, forward again, input and weight gradients
-        + attend * (1 + 1 + 2.5 * squares)
+        # Backward, of five products, one is scores again; flash-attn's is behind a whole forward on the live rows.
+        + attend * (1 + 1 + (3.5 if attends.name == "flash" else 2.5) * squares)
         + 8.0 * loss_tokens * shape.head  # logits twice, hidden and weight gradients
         + triangle * segments**2 * shape.parameters
     )
@@ -342,4 +354,5 @@ def plan(
         + 2 * sent * 8.0 * segments**2,
         rate=rate,
         link_rate=link_rate,
+        attention=attends,
     )

@@ -7,7 +7,11 @@ from dataclasses import replace
 
 from fastadv import gradproj
 from fastadv.batch import Batch
+from fastadv.dispatch import BackendUnavailableError
+from fastadv.gradproj import flash
+from fastadv.gradproj.families import parts_of
 from fastadv.gradproj.gram import SegmentGram, checkpoint_fingerprint
+from fastadv.replay.errors import ReplayError
 from fastadv.replay.policy import Policy
 
 
@@ -16,6 +20,7 @@ def segment_gram(
     batches: Sequence[Batch],
     *,
     max_tokens: int,
+    attention: str = "auto",
     notes: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SegmentGram:
@@ -26,7 +31,7 @@ def segment_gram(
     """
     gram = gradproj.segment_gram(
         policy.model, list(batches), level="turn", temperature=policy.temperature, max_tokens=max_tokens,
-        progress=progress,
+        attention=attention, progress=progress,
     )  # fmt: skip
     gram = replace(
         gram,
@@ -37,8 +42,17 @@ def segment_gram(
     return gram.with_rollouts(batches, notes=notes)
 
 
-def plan(policy: Policy, batches: Sequence[Batch]) -> str:
-    """What the pass will take, for people: operations, streams, memory.
+def check_attention(policy: Policy, attention: str) -> None:
+    """Raises ReplayError unless the pass can run the attention that was asked for."""
+    try:
+        parts_of(policy.model)
+        flash.choose(attention, policy.model)
+    except (BackendUnavailableError, ValueError) as error:
+        raise ReplayError(f"--attention {attention}: {error}") from error
+
+
+def plan(policy: Policy, batches: Sequence[Batch], *, attention: str = "auto") -> str:
+    """What the pass will take, for people: operations, streams, memory, and which attention it runs.
 
     Raises:
         ValueError: a model of a family that the planner, and so the pass, does not know.
@@ -48,4 +62,5 @@ def plan(policy: Policy, batches: Sequence[Batch]) -> str:
         batch=batches,
         level="turn",
         value_bytes=policy.parameters[0].element_size(),
+        attention=attention,
     ).explain()
