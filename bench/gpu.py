@@ -129,7 +129,7 @@ def measure(case: Case, *, device: str = "cuda", small: bool = False, peers: boo
     work = case.work(device, small=small)
     floor = work.floor
     makers: dict[str, Callable[[], Callable[[], Any]]] = {
-        name: partial(work.ours, backend) for backend, name in OURS.items()
+        OURS[backend]: partial(work.ours, backend) for backend in case.backends
     }
     notes = {peer.name: peer.leaves_out for peer in work.peers}
     makers |= {peer.name: peer.make for peer in work.peers if peers}

@@ -20,10 +20,10 @@ NOT_MEASURED = """\
 none are estimated here. This page was written by `python -m bench.gpu --not-measured`.
 
 `make gpu` on a machine with a CUDA device runs the contracts of every op there on both of its backends, cuda and triton
-(`tests/test_gpu.py`), then the cases below on both, each beside its peers where they are installed and beside the
-card's own copy or matrix product in the same run, and writes this page anew and `gpu.json` with it: card, driver,
-clocks and what held them down, versions, commit, 20th, 50th and 80th percentile, rate, times the floor, peak memory,
-error against float64. Bars are for the backend that "auto" takes.
+(`tests/test_gpu.py`), then the cases below on those that have a kernel, each beside its peers where they are installed
+and beside the card's own copy or matrix product in the same run, and writes this page anew and `gpu.json` with it:
+card, driver, clocks and what held them down, versions, commit, 20th, 50th and 80th percentile, rate, times the floor,
+peak memory, error against float64. Bars are for the backend that "auto" takes.
 
 Where `compute-sanitizer` is on the path, the CUDA kernels' small cases run under its memcheck and racecheck too; where
 `ncu` is, it counts bytes, bandwidth and occupancy of each case. **Neither was run**: both need a card.
@@ -69,8 +69,9 @@ def kept(case: Case, row: Mapping[str, Any], machine: Mapping[str, Any]) -> bool
 def sound(document: Mapping[str, Any]) -> bool:
     """Whether ours, on the backend that "auto" takes, ran in every case, with a right answer, and missed no bar, and no
     check of the kernels found an error."""
-    judged = OURS.get(document["machine"]["auto"])
-    ours = {row["case"]: row for row in document["rows"] if row["what"] == judged}
+    auto = document["machine"]["auto"]
+    judged = {case.name: OURS.get(case.judged(auto)) for case in CASES}
+    ours = {row["case"]: row for row in document["rows"] if row["what"] == judged.get(row["case"])}
     return all(check["sound"] is not False for check in document["sanitized"]) and all(
         case.name in ours
         and not ours[case.name]["failure"]

@@ -259,6 +259,18 @@ class Batch:
             raise ValueError(f"{op}: {error}") from error
         return batch
 
+    def __repr__(self) -> str:
+        parts = [f"{self.num_rollouts} rollouts in {self.groups.num_groups} groups"]
+        if validation.on_host(self.mask, self.turn_ids):
+            parts += [
+                f"{self.segments.count} turns",
+                f"{self.num_tokens} tokens, {int(self.mask.sum())} of them sampled",
+            ]
+        layout = "padded" if self.cu_seqlens is None else "packed"
+        known = [name for name in ("rollout_log_probs", "token_ids") if getattr(self, name) is not None]
+        parts += [f"{layout} {list(self.mask.shape)} on {self.mask.device}", *(f"with {name}" for name in known)]
+        return f"Batch({', '.join(parts)})"
+
     @property
     def num_rollouts(self) -> int:
         """Number of rollouts, B."""

@@ -56,6 +56,15 @@ class Precision(str, Enum):
 
     float32 = "float32"
     float64 = "float64"
+    bfloat16 = "bfloat16"
+
+
+class Attention(str, Enum):
+    """Attention of the Gram's pass."""
+
+    auto = "auto"
+    blocks = "blocks"
+    flash = "flash"
 
 
 class CapReward(str, Enum):
@@ -131,6 +140,7 @@ def replay(
         Loss, typer.Option(help="Loss of the gradients; ppo takes the logged log-probs as the old ones.")
     ] = Loss.reinforce,
     dtype: Annotated[Precision, typer.Option(help="Precision of the policy.")] = Precision.float32,
+    device: Annotated[str, typer.Option(help="Where the policy runs: cpu, cuda or cuda:1.")] = "cpu",
     temperature: Annotated[float, typer.Option(help="Temperature that the rollouts were sampled at.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Padded tokens of a micro-batch.")] = 4096,
     buckets: Annotated[bool, typer.Option(help="Gradients by turn and by difficulty too.")] = True,
@@ -141,6 +151,13 @@ def replay(
             "cells: a flat gradient for each arm and bucket. auto: gram where loss and model allow it."
         ),
     ] = Gradients.auto,
+    attention: Annotated[
+        Attention,
+        typer.Option(
+            help="Attention of --gradients gram. blocks: the library's, float32 at least. flash: flash-attn's, for "
+            "bfloat16 on a CUDA device. auto: flash where it can run; the plan says which."
+        ),
+    ] = Attention.auto,
     max_memory: Annotated[float, typer.Option(min=0.0, help="GiB that the Gram or flat gradients may take.")] = 8.0,
     p1_prompts: Annotated[int, typer.Option(min=0, help="Prompts for the two-outcome check.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of coins, halves and bootstrap.")] = 0,
@@ -171,7 +188,7 @@ def replay(
     from fastadv.replay.page import render
     from fastadv.replay.pipeline import ReplayOptions
     from fastadv.replay.pipeline import replay as run
-    from fastadv.replay.policy import Policy
+    from fastadv.replay.policy import Policy, device_named
     from fastadv.replay.readers import ReadOptions, find
     from fastadv.replay.report import as_json
     from fastadv.replay.requery import chosen_arms
@@ -186,15 +203,17 @@ def replay(
         max_tokens=max_tokens,
         buckets=buckets,
         gradients=gradients.value,
+        attention=attention.value,
         max_memory=int(min(max_memory, 2**30) * 2**30),
         p1_prompts=p1_prompts,
         arms=() if arms is None else chosen_arms(arms, _question_one(baseline, kappa, seed), seed=seed),
         read=ReadOptions(solved_above=solved_above, reward_key=reward_key, trust=trust_dump),
     )
+    where = device_named(device)
     paths = find(dumps)
     model = None
     if policy is not None:
-        model = Policy.load(policy, dtype=getattr(torch, dtype.value), temperature=temperature)
+        model = Policy.load(policy, dtype=getattr(torch, dtype.value), temperature=temperature, device=where)
     result = run(paths, model, options, Bars())
     show(result, console)
     files = {out / PAGE: render(result), out / NUMBERS: as_json(result)}

@@ -9,7 +9,7 @@ changed, and never becomes a plausible number.
 from __future__ import annotations
 
 import os
-from numbers import Real
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
 
@@ -172,6 +172,21 @@ def count(owner: str, name: str, value: Any, *, least: float = 0.0, positive: bo
         raise ValueError(
             f"{owner}: {name} is {number:g}; it must be finite and {'positive' if positive else f'at least {least:g}'}"
         )
+
+
+def integer(op: str, name: str, value: Any, *, least: int = 0, most: int | None = None) -> None:
+    """Raises unless `value` is an integer, and not a truth value, from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{op}: {name} is {value!r}, a {type(value).__name__}; pass an integer")
+    if int(value) < least or (most is not None and int(value) > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{op}: {name} is {value}; it must be {bounds}")
+
+
+def module(op: str, name: str, value: Any) -> None:
+    """Raises unless `value` is a torch.nn.Module."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass a torch.nn.Module")
 
 
 def non_negative(op: str, name: str, value: float) -> None:

@@ -306,6 +306,11 @@ def test_mistakes_are_messages(tmp_path: Path) -> None:
     fails("replay", tmp_path / "weights.pt", "--out", out, message="is no rollout dump: it holds model")
     fails("replay", dump, "--out", dump, message="is a file; name a folder")
     fails("replay", dump, "--out", out, "--policy", tmp_path, message="is no policy: it has no config.json")
+    fails("replay", dump, "--out", out, "--device", "gpu", message="--device is 'gpu'; it must be cpu, cuda, or cuda:0")
+    fails(
+        "replay", MILES, "--out", out, "--policy", EXAMPLE / "policy", "--attention", "flash",
+        message="--attention flash: segment_gram: attention 'flash' cannot run: the model is on cpu",
+    )  # fmt: skip
     fails(
         "replay", dump, "--out", out, "--temperature", 0, message="--temperature is 0.0; it must be finite and above 0"
     )

@@ -34,6 +34,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.returncode == 0, run.stderr
     assert run.stdout.endswith("gram.safetensors\n")
     assert "segment Gram, level turn" in run.stderr  # the plan, before the pass
+    assert max(map(len, run.stderr.splitlines())) <= 80
     return folder / "out"
 
 
@@ -74,7 +75,8 @@ def test_compare_takes_arms_that_nobody_had_thought_of(replayed: Path, tmp_path:
 
 def test_compares_mistakes_are_messages(replayed: Path, tmp_path: Path) -> None:
     gram = replayed / "gram.safetensors"
-    fails("compare", tmp_path / "absent", message="No such file")
+    fails("compare", tmp_path / "absent", message=r"absent cannot be read: No such file")
+    fails("compare", replayed, message=r"out is a folder; name the Gram in it, such as .*out/gram\.safetensors")
     fails("compare", replayed / "report.json", message=r"report\.json is truncated or no safetensors file")
     fails("compare", gram, "--arm", "z", message="'z' is none of a, b, c, d0.3, d0.6, d1, e; describe another as NAME")
     fails("compare", gram, "--arm", "z:excludes=capped", message="'capped' is no outcome; join names with")
@@ -84,6 +86,12 @@ def test_compares_mistakes_are_messages(replayed: Path, tmp_path: Path) -> None:
     fails("compare", gram, "--arm", "z:baseline=median", message="baseline is 'median'")
     fails("compare", gram, "--arm", "b:excludes=budget", message="'b' is a preset .*choose another name")
     fails("compare", gram, "--arm", "half:", message="'half:' describes nothing; add key=value")
+    fails("compare", gram, "--arm", ":excludes=budget", message="':excludes=budget' has no name before the colon")
+    fails("compare", gram, "--arm", " : ", message="has no name before the colon; write NAME:")
+    fails("compare", gram, "--arm", "x:excludes=budget,excludes=infra", message="excludes is there twice; give it once")
+    fails("compare", gram, "--arm", "x:kappa=1,kappa=2", message="kappa is there twice")
+    fails("compare", gram, "--arm", "z:seed=1.5", message="seed is '1.5', which is no integer")
+    fails("compare", gram, "--arm", "x:kappa=1", "--arm", "x:kappa=2", message="two arms are called 'x'")
     fails("compare", gram, "--arm", "b", "--arm", "b", message="two arms are called 'b'")
     fails("compare", gram, "--arm", "a", message="two arms are called 'a'")
     fails("compare", gram, "--out", gram, "--overwrite", message="is the Gram that is asked; name another file")

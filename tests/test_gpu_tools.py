@@ -84,7 +84,14 @@ def test_what_a_check_finds_is_reported_and_judged(tool: Any, status: int, sound
     assert [(c["sound"], c["says"]) for c in found] == 2 * [(sound, says)]
     assert says in page()
     rows = [
-        {"case": c.name, "what": "fastadv (cuda)", "failure": "", "error": 0.0, "of_floor": 1.0, "p50": 0.0}
+        {
+            "case": c.name,
+            "what": gpu_page.OURS[c.judged("cuda")],
+            "failure": "",
+            "error": 0.0,
+            "of_floor": 1.0,
+            "p50": 0.0,
+        }
         for c in CASES
     ]
     document = {"machine": {"auto": "cuda"}, "rows": rows, "sanitized": found}

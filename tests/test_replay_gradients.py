@@ -163,6 +163,9 @@ def test_p1_holds_to_rounding(exact: Policy, folder: Path, batch: fa.Batch) -> N
     assert single.verdict == SUPPORTED
     assert 0 < max(single.statistic.values()) < 1e-4
     assert p1_two_outcomes(exact, [], max_tokens=1000).verdict == NO_DATA
+    half = p1_two_outcomes(Policy.load(folder, dtype=torch.bfloat16), prompts, max_tokens=1000)
+    assert (half.verdict, half.statistic) == (NO_DATA, {})
+    assert "it is to rounding of float32, and the policy has less: --dtype float32" in half.detail
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

@@ -1,8 +1,8 @@
 """Public bug reports as tests, each under its id in data/reports.json; inputs and right answers are read from there.
 
 Reports about losses, log-probs and hidden states are in test_reports_losses.py, test_reports_log_probs.py and
-test_reports_linear.py, B40 in test_packaging.py; test_reports_estimators.py asks B01 to B07 of the estimators by name.
-B08 and B37 belong to ops that do not exist yet (estimators of tokens, whitening).
+test_reports_linear.py, B40 in test_packaging.py and test_gradproj_flash.py; test_reports_estimators.py asks B01 to B07
+of the estimators by name.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@ trainer shards it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fastadv import validation
 from fastadv.gradproj.sharding import Filter, gradient_of, local_part, reduced
 from fastadv.ops.multi_dot_gram import multi_dot_gram
 
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 22  # elements of which differences are formed at a time
 BASES = ("arms", "differences")
+
+
+def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Names, after a check that they are some: a text is a sequence too, of letters."""
+    if isinstance(names, str):
+        raise TypeError(f"GramAccumulator: {argument} is the text {names!r}; pass a list of names, such as [{names!r}]")
+    strange = [name for name in names if not isinstance(name, str)]
+    if strange:
+        raise TypeError(f"GramAccumulator: {argument} hold {strange[0]!r}; names are texts")
+    return tuple(names)
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
 
 
 class GramAccumulator:
@@ -64,14 +80,19 @@ class GramAccumulator:
         filter: Filter | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        arm_names = tuple(f"arm {k}" for k in range(arms)) if isinstance(arms, int) else tuple(arms)
-        self.names = (*arm_names, *directions)
+        if isinstance(arms, int):
+            validation.integer("GramAccumulator", "arms", arms, least=1)
+            arms = [f"arm {k}" for k in range(arms)]
+        arm_names = _names("arms", arms)
+        self.names = (*arm_names, *_names("directions", directions))
         if not arm_names or len(set(self.names)) != len(self.names):
             raise ValueError(f"GramAccumulator: names are {list(self.names)}; pass at least one arm, each name once")
         self._arms = len(arm_names)
-        self._group, self._filter, self._device = process_group, filter, device
+        self._group, self._filter = process_group, filter
+        self._device = None if device is None else torch.device(device)
         self._held: dict[str, list[Tensor | None]] = {}
         self._captured: set[str] = set()
+        self._shapes: dict[str, torch.Size] = {}  # of the parameters of the model that was captured
         self._counted: dict[str, Tensor] = {}  # parameter to [K] bool: whether its products are finite
         self._total = torch.zeros(len(self.names), len(self.names), dtype=torch.float64)
         self._rank_device = torch.device("cpu")  # where the group reduces
@@ -87,13 +108,12 @@ class GramAccumulator:
             model: after the arm's last micro-batch. A parameter without a gradient counts as one of zeros.
 
         Raises:
-            ValueError: an arm that was captured before, a model without gradients, shards outside of the process group,
-                sparse or complex gradients.
+            ValueError: an arm that is none or was captured before, a model without gradients or with other parameters
+                than that of the arms before, shards outside of the process group, sparse or complex gradients.
+            TypeError: an arm that is neither a name nor a number.
         """
-        name = self.names[arm] if isinstance(arm, int) else arm
-        if name not in self.names or name in self._captured:
-            how = "was captured before" if name in self._captured else f"is none of {list(self.names)}"
-            raise ValueError(f"capture: {name!r} {how}")
+        name = self._name(arm)
+        self._check_model(model)
         parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}  # a tied one once
         gradients = {key: gradient_of(p) for key, p in parameters.items()}
         if all(g is None for g in gradients.values()):
@@ -129,6 +149,11 @@ class GramAccumulator:
         """
         if len(gradients) != len(self.names):
             raise ValueError(f"add: {len(gradients)} gradients of {name}; pass {len(self.names)}, of {self.names}")
+        strange = [type(g).__name__ for g in gradients if not (g is None or isinstance(g, Tensor))]
+        if strange:
+            raise TypeError(f"add: gradients of {name} hold a {strange[0]}; pass tensors, or None")
+        if self._shapes and name not in self._shapes:
+            raise ValueError(f"add: {name} is no parameter of the model that was captured; {_some(self._shapes)} are")
         if name in self._counted or name in self._held:
             raise ValueError(
                 f"add: {name} was added before; add up its gradients over micro-batches first, the Gram matrix of a "
@@ -166,6 +191,32 @@ class GramAccumulator:
         to_arms = torch.eye(len(self.names), dtype=torch.float64, device=total.device)
         to_arms[1 : self._arms, 0] = 1.0
         return to_arms @ total @ to_arms.T
+
+    def _name(self, arm: int | str) -> str:
+        """An arm's name, of its name or number."""
+        if isinstance(arm, str):
+            if arm not in self.names:
+                raise ValueError(f"capture: {arm!r} is none of {list(self.names)}")
+        else:
+            validation.integer("capture", "arm", arm, most=len(self.names) - 1)
+            arm = self.names[arm]
+        if arm in self._captured:
+            raise ValueError(f"capture: {arm!r} was captured before")
+        return arm
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Raises ValueError where arms come from models with other parameters: what one has not would count as 0."""
+        validation.module("capture", "model", model)
+        shapes = {key: p.shape for key, p in model.named_parameters()}
+        known = self._shapes or shapes
+        for key in {**known, **shapes}:
+            if known.get(key) != shapes.get(key):
+                has = "of another shape" if key in known and key in shapes else "missing" if key in known else "new"
+                raise ValueError(
+                    f"capture: {key} is {has} in this model, compared with that of the arms before; capture all arms "
+                    "from one model, or copies of it"
+                )
+        self._shapes = shapes
 
     def _local(self, name: str, gradient: Tensor) -> Tensor | None:
         if gradient.layout is not torch.strided or not gradient.is_floating_point():

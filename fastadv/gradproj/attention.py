@@ -6,6 +6,7 @@ each stream. A rollout's results come from its own rows, whatever lies beside it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,14 +21,21 @@ BLOCK = 64  # queries
 TAPE: ContextVar[Tape] = ContextVar("tape")  # of the pass that runs
 
 
-def register() -> None:
-    """Makes the attention known to transformers, with masks as for torch's own: none where attention is plainly causal,
+def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Makes an attention known to transformers, with masks as for torch's own: none where attention is plainly causal,
     else True where a query looks."""
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raises ValueError where a layer attends with more than softmax and mask."""
+    for name in ("softcap", "position_bias", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(f"segment_gram: {type(module).__name__} attends with {name}, which is not supported")
 
 
 def attention(
@@ -52,9 +60,7 @@ def attention(
     Returns:
         `[b, T, H, D]`, and None for the weights.
     """
-    for name in ("softcap", "position_bias", "s_aux"):
-        if options.get(name) is not None:
-            raise ValueError(f"segment_gram: {type(module).__name__} attends with {name}, which is not supported")
+    check_options(module, options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     y: Tensor = _Attention.apply(query, key, value, attention_mask, scale, TAPE.get())  # type: ignore[no-untyped-call]
     return y.transpose(1, 2), None

@@ -6,111 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastadv import validation
-from fastadv.gradproj.interceptors import is_conv1d
+from fastadv.gradproj.interceptors import check_gradient_hooks, described
+from fastadv.gradproj.pieces import Pieces, Watch, way_of
 from fastadv.gradproj.sharding import Filter, is_dtensor
 from fastadv.gradproj.sketch import RolloutSketches
 from fastadv.ops.count_sketch import check_sketch, count_sketch, sketch_values
 from fastadv.rows import Rows
-
-
-class Piece(NamedTuple):
-    """Some rows of a parameter's gradient."""
-
-    parameter: str  # "weight" or "bias"
-    row: int  # the first of them
-    values: Tensor  # [rows, columns], or [n] of a parameter with one dimension
-
-
-# Of a module, its input and the gradient of its output, both of one rollout: the gradient of its parameters, in pieces
-# of about so many elements.
-Pieces = Callable[[nn.Module, Tensor, Tensor, int], Iterator[Piece]]
-
-
-def _products(left: Tensor, right: Tensor, limit: int) -> Iterator[Piece]:
-    """left^T right, [n, rows] and [n, columns]."""
-    rows = max(1, limit // right.shape[1])
-    for row in range(0, left.shape[1], rows):
-        yield Piece("weight", row, left[:, row : row + rows].T @ right)
-
-
-def _linear(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    x, dy = x.flatten(0, -2).to(dy.dtype), dy.flatten(0, -2)  # [n, d_in], [n, d_out]
-    yield from _products(dy, x, limit)
-    yield Piece("bias", 0, dy.sum(0))
-
-
-def _conv1d(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    """GPT-2's Linear, whose weight is [d_in, d_out]."""
-    x, dy = x.flatten(0, -2).to(dy.dtype), dy.flatten(0, -2)
-    yield from _products(x, dy, limit)
-    yield Piece("bias", 0, dy.sum(0))
-
-
-def _embedding(module: nn.Module, ids: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    assert isinstance(module, nn.Embedding)
-    ids, dy = ids.flatten(), dy.flatten(0, -2)  # [n], [n, d]
-    if module.padding_idx is not None:
-        ids, dy = ids[ids != module.padding_idx], dy[ids != module.padding_idx]
-    rows = max(1, limit // dy.shape[1])
-    for tile in sorted(set((ids // rows).tolist())):  # most of a vocabulary is in no rollout
-        inside = ids // rows == tile
-        height = min(rows, module.num_embeddings - tile * rows)
-        sums = dy.new_zeros(height, dy.shape[1])
-        yield Piece("weight", tile * rows, sums.index_add_(0, ids[inside] - tile * rows, dy[inside]))
-
-
-def _norm(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    x = x.to(dy.dtype)
-    if isinstance(module, nn.LayerNorm):
-        normalised = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
-    else:
-        assert isinstance(module, nn.RMSNorm)
-        normalised = nn.functional.rms_norm(x, module.normalized_shape, eps=module.eps)
-    yield Piece("weight", 0, (dy * normalised).flatten(0, -2).sum(0))
-    yield Piece("bias", 0, dy.flatten(0, -2).sum(0))
-
-
-class _Bare(nn.Module):
-    """A module's forward without its hooks, which have seen the pass already."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return self.module.forward(x)
-
-
-def _scale(module: nn.Module, x: Tensor, dy: Tensor, limit: int) -> Iterator[Piece]:
-    """A norm with a formula of its own: it runs again with a weight for each token, whose gradients are summed."""
-    weight = module.get_parameter("weight").detach()
-    each = weight.expand(*x.shape[:-1], -1).clone().requires_grad_()
-    with torch.enable_grad():
-        y = torch.func.functional_call(_Bare(module), {"module.weight": each}, (x,))
-        (gradient,) = torch.autograd.grad(y, each, dy.to(y.dtype))
-    yield Piece("weight", 0, gradient.to(dy.dtype).flatten(0, -2).sum(0))
-
-
-def _way(module: nn.Module) -> Pieces | None:
-    """How the gradients of a module's own parameters come about; None: not known."""
-    forward, kind = type(module).forward, type(module).__name__
-    if forward is nn.Linear.forward:
-        return _linear
-    if forward is nn.Embedding.forward:
-        plain = module.max_norm is None and not module.scale_grad_by_freq
-        return _embedding if plain else None
-    if forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
-        return _norm if len(module.normalized_shape) == 1 else None  # type: ignore[arg-type]
-    own = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
-    if kind.endswith("RMSNorm") and own == {"weight": 1}:
-        return _scale
-    return _conv1d if is_conv1d(module) else None
 
 
 class _Keep(torch.autograd.Function):
@@ -130,6 +37,26 @@ def _kept(value: Tensor) -> Any:
     """What holds the tensor, as `saved_tensors`."""
     apply: Any = _Keep.apply
     return apply(torch.empty(0, requires_grad=True), value).grad_fn
+
+
+def _on_gradient(output: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Calls with the gradient of a forward's output, as the module's backward gets it: after the hooks of the output,
+    and before what is written into it later."""
+    if output.grad_fn is None:
+        output.register_hook(take)  # type: ignore[no-untyped-call]
+        return
+    base, shape = output._base, output.shape
+    # A linear layer's output is a view: writing into it cuts the view out of the graph, and not what it is of.
+    whole = base is not None and base.grad_fn is not None and base.numel() == output.numel() and output.is_contiguous()
+    source: Any = base if whole else output
+    number = source.output_nr
+
+    def before(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            take(gradient.reshape(shape))
+
+    source.grad_fn.register_prehook(before)
 
 
 def _after_accumulation(parameter: Any, hook: Callable[[Tensor], None]) -> Any:
@@ -179,7 +106,8 @@ class SketchCollector:
     itself gives its own arm's parts, which coefficients re-weight. Losses are to be sums: a mean over a micro-batch
     scales its rollouts by what else is in it.
 
-    Modules are watched, not replaced: the step's `.grad` is what it is without the collector, bit for bit. Inputs are
+    Modules are watched, not replaced: the step's `.grad` is what it is without the collector, bit for bit. Hooks of
+    modules may change what they get, give and get back; hooks on the gradients of parameters are refused. Inputs are
     held as autograd holds its own, so activation checkpointing frees them as before. In the slot where a weight's
     gradient is formed, each rollout's `dY^T X` is formed in float32 a tile at a time, added to the rollout's sketch and
     dropped. That costs one more product of the size of the weight gradient's, and `copies` hashes an element.
@@ -229,17 +157,24 @@ class SketchCollector:
         device: torch.device | str | None = None,
     ) -> None:
         op = "SketchCollector"
+        validation.module(op, "model", model)
         validation.choice(op, "level", level, ("rollout",))
-        validation.count(op, "scratch", scratch, least=1)
+        validation.integer(op, "scratch", scratch, least=1)
+        check_sketch(op, size, copies, quantum, seed)
         if size % 32:
             raise ValueError(f"{op}: size is {size}; it must be a positive multiple of 32")
-        check_sketch(op, size, copies, quantum, seed)
         self._size, self._copies, self._seed, self._quantum = size, copies, seed, quantum
-        self._keep, self._shards, self._scratch, self._device = keep_gradients, dict(shards or {}), scratch, device
+        self._keep, self._shards, self._scratch = keep_gradients, dict(shards or {}), scratch
+        self._device = None if device is None else torch.device(device)
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}  # a tied one by its first name
         unknown = [name for name in self._shards if name not in names.values()]
         if unknown:
             raise ValueError(f"{op}: shards names {unknown[0]!r}, which is no parameter that requires a gradient")
+        for name, place in self._shards.items():
+            if not isinstance(place, (tuple, list)) or len(place) != 2:
+                raise TypeError(f"{op}: shards[{name!r}] is {place!r}; pass (row, column), where this part begins")
+            for what, value in zip(("row", "column"), place, strict=True):
+                validation.integer(op, f"the {what} of shards[{name!r}]", value)
         if not keep_gradients and any(is_dtensor(p) for p in names):
             raise ValueError(f"{op}: keep_gradients=False needs parameters that are not sharded")
         self._watched: dict[str, tuple[nn.Module, Pieces, dict[str, str]]] = {}  # by name: own parameters' full names
@@ -251,9 +186,9 @@ class SketchCollector:
             wanted = {key: names[p] for key, p in own.items() if filter is None or filter(names[p], p)}
             if not wanted:
                 continue
-            way = _way(module)
+            way = way_of(module)
             if way is None:
-                strange.append(f"{name or 'the model itself'} ({type(module).__name__})")
+                strange.append(f"{name or 'the model itself'} ({described(module)})")
                 continue
             self._watched[name] = (module, way, wanted)
             for key, full in wanted.items():
@@ -264,6 +199,8 @@ class SketchCollector:
                 f"{op}: no way to sketch the parameters of {', '.join(strange[:5])}"
                 f"{', ...' if len(strange) > 5 else ''}; freeze them, or leave them out with strict=False"
             )
+        if not self._watched:
+            raise ValueError(f"{op}: no parameter to sketch: none requires a gradient, is known and passes the filter")
         self._total = sum(p.numel() for p in names)
         self._handles: list[Any] = []
         self._layout: _Layout | None = None
@@ -281,9 +218,7 @@ class SketchCollector:
         if self._handles:
             raise RuntimeError("SketchCollector: it watches the model already")
         for name, (module, way, wanted) in self._watched.items():
-            hook = self._hook(name, way, wanted)
-            # Before other hooks, which may change the output.
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+            self._handles.append(Watch(module, self._look(name, module, way, wanted)))
         for name, parameter in self._parameters.items():
             if self._keep:
                 self._handles.append(_after_accumulation(parameter, self._noting(name)))
@@ -328,6 +263,8 @@ class SketchCollector:
                 raise ValueError(f"{op}: cu_seqlens is of {len(ends) - 1} rollouts, {len(numbers)} are named")
         if not self._handles or self._layout is not None:
             raise RuntimeError(f"{op}: {'one runs already' if self._handles else 'use the collector with `with`'}")
+        modules = {name: module for name, (module, _, _) in self._watched.items()}
+        check_gradient_hooks("SketchCollector", self._parameters, modules)
         self._layout, self._rows = _Layout(numbers, ends), None
         self._fired.clear()
         self._accumulated.clear()
@@ -383,14 +320,11 @@ class SketchCollector:
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         return lambda parameter: self._accumulated.add(name)
 
-    def _hook(self, name: str, way: Pieces, wanted: dict[str, str]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
+    def _look(self, name: str, module: nn.Module, way: Pieces, wanted: dict[str, str]) -> Callable[[Any, Any], None]:
+        def look(x: Any, output: Any) -> None:
             if self._layout is None:
                 raise RuntimeError(f"SketchCollector: {name} ran outside of micro_batch; or run it under no_grad")
             layout = self._layout
-            x = args[0] if args else next(iter(kwargs.values()))
             if is_dtensor(x) or is_dtensor(output):
                 raise ValueError(f"SketchCollector: {name} works on DTensors; give it local tensors, and shards=")
             if not output.requires_grad:  # the first of a model whose parameters were told not to
@@ -405,9 +339,9 @@ class SketchCollector:
                 with torch.no_grad():
                     self._add(name, module, way, wanted, layout, kept, dy.detach())
 
-            output.register_hook(on_gradient)
+            _on_gradient(output, on_gradient)
 
-        return hook
+        return look
 
     def _add(
         self,
@@ -449,6 +383,6 @@ class SketchCollector:
             silent = [owner for owner in self._owners[name] if owner not in self._fired]
             if silent:
                 raise ValueError(
-                    f"SketchCollector: {name} got a gradient, but {silent[0]} did not run: call the module, not a "
-                    "function of its weight"
+                    f"SketchCollector: {name} got a gradient, but {silent[0]} did not run, or its output was cut out "
+                    "of the graph by a write in place: call the module, not a function of its weight"
                 )

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from fastadv.gradproj import attention
-from fastadv.gradproj.interceptors import Tape, is_plain
+from fastadv.gradproj import attention, flash
+from fastadv.gradproj.interceptors import Tape, check_gradient_hooks, is_plain
 from fastadv.ops.segment_weight_gram import whole_float32
 
 
@@ -56,10 +57,10 @@ class Parts:
         return self.backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """What the first layer should get."""
-        hidden: Tensor = self.tokens(ids)
+        """What the first layer should get, by the embeddings' weights alone."""
+        hidden = functional.embedding(ids, self.tokens.weight)
         if self.positions is not None:
-            hidden = hidden + self.positions(torch.arange(ids.shape[1], device=ids.device))
+            hidden = hidden + self.positions.weight[: ids.shape[1]]
         return hidden
 
 
@@ -100,8 +101,6 @@ def parts_of(model: nn.Module) -> Parts:
                 f"segment_gram: {getattr(paths, part)} has max_norm, scale_grad_by_freq or sparse set, with which a "
                 "row's gradient is no sum over its tokens"
             )
-    if found["head"]._forward_hooks or found["head"]._forward_pre_hooks:
-        raise ValueError(f"segment_gram: {paths.head} has forward hooks, which do not run here; remove them")
     layers = {f"{paths.layers}.{i}": layer for i, layer in enumerate(found["layers"])}
     return Parts(
         model, paths, found["backbone"], found["tokens"], found.get("positions"), layers, found["norm"], found["head"]
@@ -109,17 +108,36 @@ def parts_of(model: nn.Module) -> Parts:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises ValueError where parameters are not whole, or not together."""
+    """Raises ValueError where parameters are not whole, or not together with all that the model computes with."""
     devices = set()
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if hasattr(value, "placements"):
             raise ValueError(
                 f"segment_gram: {name} is sharded over processes; pass the whole model, or use GramAccumulator on the "
                 "gradients of a training step"
             )
-        devices.add(parameter.device)
+        devices.add(value.device)
     if len(devices) > 1:
-        raise ValueError(f"segment_gram: the model is on {', '.join(sorted(map(str, devices)))}; move it to one device")
+        raise ValueError(
+            f"segment_gram: the model is on {', '.join(sorted(map(str, devices)))}; a segment Gram is computed on one "
+            "device: move the model to one (without device_map), or take SketchCollector in a training step"
+        )
+    if any(device.type == "meta" for device in devices):
+        raise ValueError("segment_gram: the model is on the meta device and has no values; load its weights first")
+
+
+def check_hooks(parts: Parts) -> None:
+    """Raises ValueError for hooks that do not run here. (Those of layers, and of modules in them, do.)"""
+    model, paths = parts.model, parts.paths
+    check_gradient_hooks("segment_gram", dict(model.named_parameters()), dict(model.named_modules()))
+    if parts.head._forward_hooks or parts.head._forward_pre_hooks:
+        raise ValueError(f"segment_gram: {paths.head} has forward hooks, which do not run here; remove them")
+    for name in ("", paths.backbone, paths.tokens, paths.head, *([paths.positions] if paths.positions else [])):
+        module = model.get_submodule(name)
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ValueError(
+                f"segment_gram: {name or 'the model'} has backward hooks, which do not run here; remove them"
+            )
 
 
 def check_sharing(parts: Parts) -> None:
@@ -149,24 +167,26 @@ def check_dropout(model: nn.Module) -> None:
 
 
 _CLAIM = threading.Lock()
+_ATTENTIONS = {"blocks": (attention.NAME, attention.attention), "flash": (flash.NAME, flash.attend)}
 
 
 @contextmanager
-def fixed_policy(model: nn.Module, tape: Tape) -> Iterator[None]:
+def fixed_policy(model: nn.Module, tape: Tape, attends: str) -> Iterator[None]:
     """The model in evaluation mode and its own precision, with attention whose results do not depend on batch mates,
-    as those of fused kernels do. Everything is set back at the end.
+    as those of fused kernels do: "blocks" or "flash". Everything is set back at the end.
 
     Raises:
         ValueError: another pass runs on the model, or on one that shares its config.
     """
     config: Any = model.config
     device = next(model.parameters()).device.type
-    attention.register()
+    name, function = _ATTENTIONS[attends]
+    attention.register(name, function)
     with _CLAIM:
         own = config._attn_implementation
-        if own == attention.NAME:
+        if own in (attention.NAME, flash.NAME):
             raise ValueError("segment_gram: another pass runs on this model, or on one that shares its config")
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = name
     training = [module for module in model.modules() if module.training]
     token = attention.TAPE.set(tape)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ TENSORS = {
     "row_ids": torch.int64,
 }  # fmt: skip
 LARGEST_NOTES = 2**20  # characters of metadata that are looked into
+LARGEST_TOKENS = 2.0**53  # whose sums are exact
 ROUNDING = 1e-6  # of products of gradients in float32
 
 
@@ -78,16 +78,28 @@ class SegmentGram:
                 f"{op}: gram has shape {list(self.gram.shape)}, rows {list(self.rows.shape)} and turns "
                 f"{list(self.turns.shape)}; expected [S, S], [S] and [S]"
             )
-        if not 0 <= self.covered <= self.total:
-            raise ValueError(f"{op}: covered is {self.covered} of {self.total} parameters")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"{op}: temperature is {self.temperature}; it must be finite and above 0")
+        texts = {"dtype": self.dtype, "checkpoint": self.checkpoint, "batch": self.batch}
+        notes = self.notes if isinstance(self.notes, tuple) else (None,)
+        for name, text in (*texts.items(), *(("notes", note) for note in notes)):
+            if not isinstance(text, str):
+                raise TypeError(f"{op}: {name} is {getattr(self, name)!r}; pass a text, or as notes a tuple of texts")
+        validation.integer(op, "total", self.total)
+        validation.integer(op, "covered", self.covered, most=self.total)
+        validation.count(op, "temperature", self.temperature, positive=True)
         _check_order(op, self.rows, self.turns)
         _check_gram(op, self.gram)
         if (self.rollouts is None) != (self.tokens is None):
             raise ValueError(f"{op}: rollouts and tokens come together")
         if self.rollouts is not None and self.tokens is not None:
             _check_rollouts(op, self, self.rollouts, self.tokens)
+
+    def __repr__(self) -> str:
+        rollouts = "without rollouts" if self.rollouts is None else f"with {self.rollouts.num_rollouts} rollouts"
+        return (
+            f"SegmentGram({self.size} segments, level {self.level}, gram [{self.size}, {self.size}] on "
+            f"{self.gram.device}, {rollouts}, {self.covered:,} of {self.total:,} parameters, {self.dtype}, temperature "
+            f"{self.temperature:g})"
+        )
 
     @property
     def size(self) -> int:
@@ -109,7 +121,7 @@ class SegmentGram:
         Raises:
             ValueError: rollouts that are not the Gram's.
         """
-        batches = [batches] if isinstance(batches, Batch) else list(batches)
+        batches = batches_of("with_rollouts", batches)
         rollouts, tokens = outline(batches)
         return replace(
             self, rollouts=rollouts, tokens=tokens, batch=batch_fingerprint(batches), notes=(*self.notes, *notes)
@@ -128,6 +140,10 @@ class SegmentGram:
         path = Path(path)
         if self.rollouts is None or self.tokens is None:
             raise ValueError("SegmentGram.save: no arm can be computed without the rollouts; take with_rollouts first")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"SegmentGram.save: {path} cannot be written: {path.parent} is no folder")
+        if path.is_dir():
+            raise IsADirectoryError(f"SegmentGram.save: {path} is a folder; name a file in it")
         batch = self.rollouts
         about = {
             "covered": self.covered, "total": self.total, "temperature": self.temperature, "dtype": self.dtype,
@@ -152,7 +168,7 @@ class SegmentGram:
             raise
 
     @classmethod
-    def load(cls, path: Path) -> SegmentGram:
+    def load(cls, path: str | Path) -> SegmentGram:
         """Reads a file that `save` wrote. Nothing in it is trusted: sizes, dtypes, symmetry and counts are checked.
 
         Raises:
@@ -177,6 +193,15 @@ class SegmentGram:
                 )  # fmt: skip
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def batches_of(op: str, batches: Batch | Sequence[Batch]) -> list[Batch]:
+    """One batch or several, as a list."""
+    if isinstance(batches, Batch):
+        return [batches]
+    if not isinstance(batches, Sequence) or not all(isinstance(batch, Batch) for batch in batches):
+        raise TypeError(f"{op}: batch is a {type(batches).__name__}; pass a Batch (see Batch.of), or a list of them")
+    return list(batches)
 
 
 def outline(batches: Sequence[Batch]) -> tuple[Batch, Tensor]:
@@ -303,6 +328,8 @@ def _check_rollouts(op: str, gram: SegmentGram, rollouts: Batch, tokens: Tensor)
     validation.tensor(op, "tokens", tokens, shape=(index.count,), dtypes=(torch.int64,))
     if bool((tokens < 0).any()):
         raise ValueError(f"{op}: tokens holds {int(tokens.min())}; counts are from 0")
+    if float(tokens.double().sum()) > LARGEST_TOKENS:
+        raise ValueError(f"{op}: tokens holds {int(tokens.max())}; all together there are at most 2^53")
     if gram.level == "rollout" and gram.size:
         same = gram.size == rollouts.num_rollouts
     else:
@@ -319,9 +346,12 @@ def _check_rollouts(op: str, gram: SegmentGram, rollouts: Batch, tokens: Tensor)
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name the Gram in it, such as {path / 'gram.safetensors'}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -336,6 +366,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 odd = ", ".join(sorted(name[:80] for name in names ^ set(TENSORS))[:10])
                 raise ValueError(f"{path}: {odd} is missing, or not of the format")
             tensors = {name: file.get_tensor(name) for name in TENSORS}
+    except OSError as error:  # which does not always say of which file
+        raise type(error)(f"{path} cannot be read: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error})") from error
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a dtype that torch has not

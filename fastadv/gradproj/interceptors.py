@@ -7,7 +7,7 @@ live rows only, and keeps what the per-segment weight gradients are made from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,10 @@ class _Product(torch.autograd.Function):
         ctx.owner = owner
         # Detached: the tensor that the caller holds carries the graph of everything before it.
         owner.inputs = x.detach().reshape(-1, x.shape[-1])
-        return functional.linear(x, owner.weight(), owner.bias())
+        y = functional.linear(owner.inputs, owner.weight(), owner.bias())
+        # No view: models and hooks may write into it.
+        whole: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+        return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -256,13 +259,23 @@ def _is_rms_norm(module: nn.Module) -> bool:
     ramp = torch.arange(1, weight.shape[0] + 1, dtype=torch.float32, device=weight.device)
     x = torch.stack([ramp.cos(), 1 + (2 * ramp).sin()]).to(weight.dtype)[None]  # [1, 2, d]
     with torch.no_grad():
-        ours, theirs = RMSNormInterceptor("", module, Tape(0)).forward(x), module(x)
+        # Without hooks: they run around an interceptor too.
+        ours, theirs = RMSNormInterceptor("", module, Tape(0)).forward(x), module.forward(x)
     tolerance = 1e-5 if tile_dtype(weight.dtype) == weight.dtype else 2e-2
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def _is_layer_norm(module: Any) -> bool:
-    return is_plain(module, nn.LayerNorm) and module.weight is not None and len(module.normalized_shape) == 1
+    plain = is_plain(module, nn.LayerNorm) and has_own_weights(module)
+    return plain and module.weight is not None and len(module.normalized_shape) == 1
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return is_conv1d(module) and "forward" not in vars(module) and has_own_weights(module)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return is_plain(module, nn.Linear) and has_own_weights(module)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -273,6 +286,40 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is GPT-2's Conv1D. By name: transformers is not imported for it."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _weights(module: nn.Module) -> list[Any]:
+    return [getattr(module, name, None) for name in ("weight", "bias")]
+
+
+def has_own_weights(module: nn.Module) -> bool:
+    """Whether a module's parameters are a weight, a bias or both, neither of them computed from others, as by a
+    parametrization, weight_norm or spectral_norm."""
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return own <= {"weight", "bias"} and all(w is None or isinstance(w, nn.Parameter) for w in _weights(module))
+
+
+def described(module: nn.Module) -> str:
+    """A module's class, and what keeps its gradient from being that of its class."""
+    kind = type(module).__name__
+    if any(isinstance(w, Tensor) and not isinstance(w, nn.Parameter) for w in _weights(module)):
+        return f"{kind}, whose weight is computed from other parameters, as by a parametrization or weight_norm"
+    return f"{kind}, whose forward was replaced" if "forward" in vars(module) else kind
+
+
+def check_gradient_hooks(op: str, parameters: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError where hooks change the gradients of parameters behind what computes them here."""
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"{op}: {name} has a hook on its gradient (Tensor.register_hook), which acts on whole gradients and "
+                "not on those of rollouts; remove it"
+            )
+    for name, module in modules.items():
+        if module._backward_hooks and not module._is_full_backward_hook:
+            raise ValueError(
+                f"{op}: {name or 'the model'} has a backward hook of the old kind; use register_full_backward_hook"
+            )
 
 
 Maker = Callable[[str, nn.Module, Tape], Interceptor]
@@ -290,6 +337,9 @@ def register_interceptor(
         ... class MyScaleInterceptor(fa.gradproj.Interceptor): ...
     """
 
+    if not callable(kind) or (isinstance(kind, type) and not issubclass(kind, nn.Module)):
+        raise TypeError(f"register_interceptor: kind is {kind!r}; pass a class of modules, or a function of a module")
+
     def matches(module: nn.Module) -> bool:
         return is_plain(module, kind) if isinstance(kind, type) else kind(module)
 
@@ -302,8 +352,8 @@ def register_interceptor(
 
 register_interceptor(_is_rms_norm)(RMSNormInterceptor)
 register_interceptor(_is_layer_norm)(LayerNormInterceptor)
-register_interceptor(is_conv1d)(Conv1DInterceptor)
-register_interceptor(nn.Linear)(LinearInterceptor)
+register_interceptor(_is_conv1d)(Conv1DInterceptor)
+register_interceptor(_is_linear)(LinearInterceptor)
 
 
 def interceptor(name: str, module: nn.Module, tape: Tape) -> Interceptor | None:

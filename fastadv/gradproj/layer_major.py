@@ -7,10 +7,9 @@ weights are formed in tiles, multiplied with each other, and dropped. No gradien
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,18 +17,29 @@ from torch import Tensor, nn
 
 from fastadv import validation
 from fastadv.batch import Batch
+from fastadv.gradproj import flash
 from fastadv.gradproj.embedding import EmbeddingRows
-from fastadv.gradproj.families import Parts, check_dropout, check_parameters, check_sharing, fixed_policy, parts_of
-from fastadv.gradproj.gram import SegmentGram
+from fastadv.gradproj.families import (
+    Parts,
+    check_dropout,
+    check_hooks,
+    check_parameters,
+    check_sharing,
+    fixed_policy,
+    parts_of,
+)
+from fastadv.gradproj.gram import SegmentGram, batches_of
 from fastadv.gradproj.head import Head
-from fastadv.gradproj.interceptors import Interceptor, Tape, interceptor
-from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, layout
+from fastadv.gradproj.interceptors import Interceptor, Tape, described, interceptor
+from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, Packed, layout
 from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
 from fastadv.responses import without_prompt
 
 OP = "segment_gram"
 # Largest difference of a log-prob, in nats, between a rollout alone and the same beside others.
 BATCH_MATE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# Of a logit between the model's own and those that gradients are taken of, relative to the largest.
+MODEL_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 SAMPLE_TOKENS = 32
 
 
@@ -43,10 +53,14 @@ def segment_gram(
     max_tokens: int = 4096,
     scratch_bytes: int | None = None,
     strict: bool = True,
+    attention: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> SegmentGram:
     """Inner products of the policy gradients of all segments: `H[s, r] = <u_s, u_r>`, with `u_s` the sum over the
     segment's sampled tokens of the gradient of their log-prob by all trainable parameters.
+
+    Runs on one device, the model's, wherever the batch is. A model on several devices, or sharded over processes, is
+    refused.
 
     Costs about what one forward and backward pass with checkpointing does at level "rollout", and a few times that at
     level "turn", whatever is asked of it afterwards: the Gram of any arms `A [K, S]` over segments is `A H A^T`.
@@ -63,27 +77,40 @@ def segment_gram(
             on a CPU, 1 GiB on a GPU.
         strict: whether a module with parameters that cannot be intercepted is an error; if not, its parameters are
             left out, as those that are frozen are, and `covered` says so.
+        attention: "blocks", the library's own in float32 at least; "flash", flash-attn's in the model's precision, for
+            bfloat16 and float16 models on a CUDA device; "auto": flash where it can run. A plan of the model says
+            which.
         progress: called with (done, of how many) after each layer.
 
     Raises:
-        ValueError: a model of another family, a module that cannot be intercepted, dropout that is on, parameters
-            shared other than by a tied head, rollouts without token ids or prompt, from another tokenizer or longer
-            than the model's context, gradients that are not finite, a model whose log-probs of a rollout depend on the
-            rollouts beside it (by more than BATCH_MATE_TOLERANCE, looked at on a few tokens). The model is always left
+        BackendUnavailableError: attention "flash" where it cannot run, with the reason.
+        ValueError: a model of another family or on several devices, a module that cannot be intercepted, hooks that do
+            not run here, dropout that is on, parameters shared other than by a tied head, rollouts without token ids or
+            prompt, from another tokenizer or longer than the model's context, gradients that are not finite, a model
+            whose log-probs of a rollout depend on the rollouts beside it (by more than BATCH_MATE_TOLERANCE, looked at
+            on a few tokens), or whose logits are not those of its last norm and output layer. The model is always left
             as it was.
+        TypeError: what is no model or no batch, a number of another type.
     """
-    batches = [batch] if isinstance(batch, Batch) else list(batch)
-    batches = [one.packed() for one in batches]
     validation.choice(OP, "level", level, LEVELS)
-    if not math.isfinite(temperature) or temperature <= 0:
-        raise ValueError(f"{OP}: temperature is {temperature}; it must be finite and above 0")
+    validation.count(OP, "temperature", temperature, positive=True)
+    validation.integer(OP, "max_tokens", max_tokens, least=1)
+    validation.module(OP, "model", model)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"{OP}: progress is a {type(progress).__name__}; pass a function of (done, total)")
+    temperature = float(temperature)
+    batches = [one.packed() for one in batches_of(OP, batch)]
     parts = parts_of(model)
     device = parts.tokens.weight.device
     scratch_bytes = checked_scratch(OP, scratch_bytes, device)
     check_parameters(model)
     check_dropout(model)
     check_sharing(parts)
+    check_hooks(parts)
+    attends = flash.choose(attention, model).name
     for one in batches:
+        if one.mask.device.type == "meta":
+            raise ValueError(f"{OP}: the batch is on the meta device and has no values; pass the rollouts themselves")
         _check_batch(one, parts)
     if token_weights is not None:
         tokens = sum(one.mask.shape[0] for one in batches)
@@ -92,8 +119,8 @@ def segment_gram(
             raise ValueError(f"{OP}: token_weights[{int((~token_weights.isfinite()).nonzero()[0])}] is not finite")
     plan = layout(batches, level, max_tokens, token_weights, device)
     tape = Tape(plan.segments)
-    with fixed_policy(model, tape):
-        run = _Run(parts, plan, tape, temperature, scratch_bytes, strict)
+    with fixed_policy(model, tape, attends):
+        run = _Run(parts, plan, tape, temperature, scratch_bytes, strict, attends)
         gram = run.gram(progress or (lambda done, total: None))
         return SegmentGram(
             gram=gram.cpu(),
@@ -139,13 +166,29 @@ class _Call:
     keywords: dict[str, Any]
 
 
+def _sample(micro_batch: MicroBatch) -> tuple[int, MicroBatch]:
+    """The last rollout that has rows, and the first of these alone, without padding."""
+    live = micro_batch.whole.live
+    row = micro_batch.ids.shape[0] - 1 if live is None else int(live[-1]) // micro_batch.ids.shape[1]
+    length = min(SAMPLE_TOKENS, micro_batch.whole.lengths[-1])
+    whole = Packed.of(torch.tensor([length]), length, micro_batch.ids.device)
+    return row, replace(micro_batch, ids=micro_batch.ids[row : row + 1, :length], whole=whole)
+
+
 class _Run:
     """One pass over one model and all micro-batches."""
 
     def __init__(
-        self, parts: Parts, plan: Layout, tape: Tape, temperature: float, scratch_bytes: int, strict: bool
+        self,
+        parts: Parts,
+        plan: Layout,
+        tape: Tape,
+        temperature: float,
+        scratch_bytes: int,
+        strict: bool,
+        attends: str,
     ) -> None:
-        self.parts, self.plan, self.tape, self.scratch_bytes = parts, plan, tape, scratch_bytes
+        self.parts, self.plan, self.tape, self.scratch_bytes, self.attends = parts, plan, tape, scratch_bytes, attends
         self.total = GramSum(plan.segments, parts.tokens.weight.device)
         self.head = Head(parts.head, temperature, scratch_bytes)
         self.covered: dict[int, Tensor] = {}
@@ -164,6 +207,8 @@ class _Run:
             self._cover([parts.positions.weight])
         if strict:
             self._check_covered()
+        if not self.covered:
+            raise ValueError(f"{OP}: no parameter of the model requires a gradient; call requires_grad_(True) on some")
 
     def _cover(self, parameters: Iterable[Tensor]) -> None:
         self.covered.update((id(p), p) for p in parameters)
@@ -173,7 +218,7 @@ class _Run:
             for inner, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in self.covered:
                     raise ValueError(
-                        f"{OP}: {name or 'the model'} ({type(module).__name__}) owns {inner}, and no interceptor is "
+                        f"{OP}: {name or 'the model'} ({described(module)}) owns {inner}, and no interceptor is "
                         "registered for it: register one (fastadv.gradproj.register_interceptor), freeze it, or pass "
                         "strict=False to leave it out"
                     )
@@ -183,8 +228,9 @@ class _Run:
         batches, names = self.plan.micro_batches, list(self.parts.layers)
         with self._intercepted():
             with torch.no_grad():
-                calls = [self._forward(one.ids) for one in batches]
+                calls = [self._forward(one) for one in batches]
                 self._check_batch_mates(calls)
+                self._check_model(calls)
             total, norm = len(names) + 2, self.parts.paths.norm
             cotangents = [self._through_norm(one, call.pop()) for one, call in zip(batches, calls, strict=True)]
             self._multiply(norm)
@@ -216,27 +262,41 @@ class _Run:
                 else:
                     one.module.forward = forward
 
-    def _forward(self, ids: Tensor) -> list[_Call]:
+    def _forward(self, micro_batch: MicroBatch) -> list[_Call]:
         """Runs the model below the head and keeps what every layer and the last norm get."""
+        self.tape.micro_batch, ids = micro_batch, micro_batch.ids
         calls: list[_Call] = []
+        passed, intact = [self.parts.embedded(ids)], True  # what the next of them should get
+
+        def check(hidden: Tensor) -> None:
+            nonlocal intact
+            expected = passed.pop()
+            same = hidden.shape == expected.shape and hidden.allclose(expected, rtol=0, atol=0, equal_nan=True)
+            intact = intact and same
 
         def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             keywords = dict(keywords)
             hidden = keywords.pop("hidden_states") if not arguments else arguments[0]
+            check(hidden)
             calls.append(_Call(hidden, arguments[1:], keywords))
 
+        def left(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            passed.append(output[0] if isinstance(output, tuple) else output)
+
         stages = [*self.parts.layers.values(), self.parts.norm]
-        # Before other hooks, which run again when the layer is recomputed.
+        # Inputs before other hooks, which run again when the layer is recomputed; outputs after them.
         hooks = [stage.register_forward_pre_hook(keep, with_kwargs=True, prepend=True) for stage in stages]
+        hooks += [stage.register_forward_hook(left) for stage in stages]
         try:
-            self.parts.hidden(ids)
+            output = self.parts.hidden(ids)
         finally:
             for hook in hooks:
                 hook.remove()
-        chain = len(calls) == len(stages)
-        if not chain or not calls[0].hidden.allclose(self.parts.embedded(ids), rtol=0, atol=0, equal_nan=True):
+        check(output.last_hidden_state)
+        if len(calls) != len(stages) or not intact:
             raise ValueError(
-                f"{OP}: the model does not run its {len(stages) - 1} layers on its embeddings one after the other"
+                f"{OP}: the model does not run its {len(stages) - 1} layers on its embeddings one after the other, and "
+                "its norm at the end, with nothing (a hook, a scale) between or around them"
             )
         return calls
 
@@ -246,21 +306,41 @@ class _Run:
         return self.head.logits(hidden).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
 
     def _check_batch_mates(self, calls: list[list[_Call]]) -> None:
-        """Raises ValueError unless a rollout's log-probs beside others are what they are alone, on a few tokens."""
+        """Raises ValueError unless a rollout's log-probs beside others are what they are alone, on a few tokens, and
+        with flash-attn, whose backward is not ours, its gradients too."""
         crowded = [i for i, one in enumerate(self.plan.micro_batches) if one.ids.shape[0] > 1]
         if not crowded:
             return
         i = min(crowded, key=lambda i: self.plan.micro_batches[i].rows)
-        ids = self.plan.micro_batches[i].ids[-1, :SAMPLE_TOKENS]
+        one = self.plan.micro_batches[i]
+        if self.attends == "flash":
+            flash.check_batch_mates(self.parts.model, one.whole)
+        row, sample = _sample(one)
+        ids = sample.ids[0]
         if len(ids) < 2:
             return
-        beside = self._log_probs(calls[i][-1].hidden[-1:, : len(ids)], ids)
-        alone = self._log_probs(self._forward(ids[None])[-1].hidden, ids)
+        beside = self._log_probs(calls[i][-1].hidden[row : row + 1, : len(ids)], ids)
+        alone = self._log_probs(self._forward(sample)[-1].hidden, ids)
         difference, tolerance = float((alone - beside).abs().max()), BATCH_MATE_TOLERANCE[calls[i][-1].hidden.dtype]
         if difference > tolerance:
             raise ValueError(
                 f"{OP}: a rollout's log-probs beside others differ by {difference:.1e} nats from those alone (more "
                 f"than {tolerance:.0e}): the model's attention or norms look at other rollouts"
+            )
+
+    def _check_model(self, calls: list[list[_Call]]) -> None:
+        """Raises ValueError unless the model's own logits are those that gradients are taken of, on a few tokens."""
+        if not calls:
+            return
+        row, self.tape.micro_batch = _sample(self.plan.micro_batches[0])
+        ids = self.tape.micro_batch.ids
+        ours = self.head.logits(self.parts.norm(calls[0][-1].hidden[row : row + 1, : ids.shape[1]])) / self.head.scale
+        theirs = self.parts.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        difference = float((theirs - ours).abs().max() / ours.abs().max())
+        if difference > MODEL_TOLERANCE[calls[0][-1].hidden.dtype]:
+            raise ValueError(
+                f"{OP}: the model's logits are not its output layer's of its last norm: they differ by "
+                f"{difference:.1e} of the largest (a hook on the model, a scale or a soft cap of logits)"
             )
 
     def _through_norm(self, micro_batch: MicroBatch, call: _Call) -> list[Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastadv import validation
 from fastadv.arms import Arm, ArmResult
 from fastadv.arms.baselines import segment_sums
 from fastadv.batch import Batch
@@ -23,6 +24,7 @@ from fastadv.gradproj.scopes import (
 )
 from fastadv.gradproj.statistics import (
     PLUG_IN,
+    U_STATISTIC,
     Comparison,
     Directions,
     Estimate,
@@ -49,9 +51,16 @@ class Projection:
     comparison: Comparison
 
 
+ALL = "all"  # the scope of all tokens
+
+
 @dataclass(frozen=True)
 class Projections:
     """What a Gram says about some arms.
+
+        found["b"].cosine.value  # over all tokens, as they are in the batch
+        found["b", "turn 1", "u-statistic"].alignment.low
+        print(found)  # a table
 
     Attributes:
         rows: every arm and scope, by both estimators.
@@ -64,6 +73,53 @@ class Projections:
     noise_floor: float
     signal: Estimate
     prompts: int
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Names of the arms; the first is the reference."""
+        return tuple(dict.fromkeys(row.arm for row in self.rows))
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Parts that the arms were compared on."""
+        return tuple(dict.fromkeys(row.scope for row in self.rows))
+
+    def __getitem__(self, key: str | tuple[str, ...]) -> Comparison:
+        """The comparison of an arm: `[arm]`, `[arm, scope]` or `[arm, scope, estimator]`; without them over all tokens
+        and as they are in the batch.
+
+        Raises:
+            KeyError: what was not compared, with the names of what was.
+        """
+        given = key if isinstance(key, tuple) else (key,)
+        asked = (*given, *(None, ALL, PLUG_IN)[len(given) :])
+        valid = {"arm": self.arms, "scope": self.scopes, "estimator": (PLUG_IN, U_STATISTIC)}
+        if len(asked) != len(valid):
+            raise KeyError(f"Projections has arms, scopes and estimators; got {key!r}")
+        for (what, names), name in zip(valid.items(), asked, strict=True):
+            if name not in names:
+                raise KeyError(f"Projections has no {what} {name!r}; there are {', '.join(map(repr, names))}")
+        return next(row.comparison for row in self.rows if (row.arm, row.scope, row.estimator) == asked)
+
+    def table(self, scope: str = ALL) -> str:
+        """A line an arm and estimator: its numbers over a scope, each with its interval where it has one."""
+        names = ("cosine", "norm_ratio", "difference", "cap_cosine", "explained", "alignment")
+        lines = [["arm", "estimator", *names]]
+        for arm in self.arms:
+            for estimator in (PLUG_IN, U_STATISTIC):
+                one = self[arm, scope, estimator]
+                lines.append([arm, estimator, *(str(getattr(one, name)) for name in names)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+    def __repr__(self) -> str:
+        if not self.rows:
+            return "Projections(no arm has a gradient)"
+        return (
+            f"Projections of {len(self.arms)} arms against {self.arms[0]!r}, {self.prompts} prompts, noise floor "
+            f"{self.noise_floor:.3f}, signal {self.signal}\n{self.table(self.scopes[0])}\n"
+            f"scopes: {', '.join(self.scopes)}"
+        )
 
 
 def arm_weights(arm: Arm, rollouts: Batch) -> Weighted:
@@ -123,11 +179,22 @@ def project(
     Raises:
         ValueError: no arm, a Gram without rollouts, advantages that differ within its segments.
     """
+    if not isinstance(gram, SegmentGram):
+        raise TypeError(f"project: gram is a {type(gram).__name__}; pass a SegmentGram, see segment_gram")
+    validation.integer("project", "draws", draws)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"project: seed is {seed!r}; pass an integer")
+    if isinstance(arms, Arm) or not all(isinstance(arm, Arm) for arm in arms):
+        raise TypeError("project: arms must be a list of fastadv.Arm, the first the reference")
     rollouts = gram.rollouts
     if rollouts is None:
         raise ValueError("project: no arm can be computed without the rollouts; take SegmentGram.with_rollouts first")
     if not arms:
         raise ValueError("project: no arm was given")
+    names = [arm.name for arm in arms]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"project: two arms are called {twice!r}; give each a name of its own")
     if weighted is None:
         weighted = [arm_weights(arm, rollouts) for arm in arms]
     coefficients = torch.stack([one.coefficients(gram) for one in weighted])  # [K, S]
@@ -163,7 +230,7 @@ def project(
 
 def scopes(gram: SegmentGram, cells: Partition, buckets: bool) -> Iterator[tuple[str, Tensor]]:
     """Parts that gradients are compared on: names, and which of the Gram's segments are inside, `[S]` bool."""
-    yield "all", torch.ones(gram.size, dtype=torch.bool)
+    yield ALL, torch.ones(gram.size, dtype=torch.bool)
     if not buckets:
         return
     if gram.level == "turn":

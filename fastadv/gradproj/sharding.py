@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fastadv import validation
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -47,7 +49,11 @@ def megatron_filter(tensor_parallel_rank: int) -> Filter:
 
     Args:
         tensor_parallel_rank: this rank's number within its tensor-parallel group.
+
+    Raises:
+        TypeError, ValueError: a rank that is no integer from 0.
     """
+    validation.integer("megatron_filter", "tensor_parallel_rank", tensor_parallel_rank)
 
     def counted(name: str, parameter: Tensor) -> bool:
         if getattr(parameter, "shared", False):

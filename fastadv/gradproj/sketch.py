@@ -59,8 +59,17 @@ class RolloutSketches:
             raise ValueError(f"{op}: values has shape {list(self.values.shape)}; expected [B, copies, size]")
         validation.tensor(op, "rollouts", self.rollouts, shape=self.values.shape[:1], dtypes=(torch.int64,))
         check_sketch(op, self.values.shape[2], self.values.shape[1], self.quantum, self.seed)
-        for name in ("covered", "total"):
-            validation.count(op, name, getattr(self, name))
+        if len(set(self.rollouts.tolist())) < self.rollouts.numel():
+            raise ValueError(f"{op}: rollouts holds a number twice; add up the sketches of one rollout")
+        validation.integer(op, "total", self.total)
+        validation.integer(op, "covered", self.covered, most=self.total)
+
+    def __repr__(self) -> str:
+        rows, copies, size = self.values.shape
+        return (
+            f"RolloutSketches({rows} rollouts, {copies} copies of {size:,} slots on {self.values.device}, "
+            f"{self.covered:,} of {self.total:,} parameters, quantum {self.quantum:g}, seed {self.seed})"
+        )
 
     def arms(self, coefficients: Tensor, *, process_group: ProcessGroup | None = None) -> Tensor:
         """Sketches of arms, `[K, copies, size]` float64.

@@ -30,6 +30,11 @@ class Estimate:
     low: float = math.nan
     high: float = math.nan
 
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "–"
+        return f"{self.value:.3f}" + ("" if math.isnan(self.low) else f" ({self.low:.2f} to {self.high:.2f})")
+
 
 @dataclass(frozen=True)
 class Comparison:

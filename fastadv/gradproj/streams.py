@@ -19,13 +19,47 @@ LEVELS = ("rollout", "turn")
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
-    """One segment of some of a micro-batch's rollouts. Rows are counted through the padded `[b, T]`."""
+class Packed:
+    """The first rows of some of a micro-batch's rollouts, one rollout behind the other. Rows are counted through the
+    padded `[b, T]`."""
+
+    live: Tensor | None  # [n] these rows; None: all rows in order
+    lengths: list[int]  # [k] by rollout
+    ends: Tensor  # [k + 1] int32, from 0
+
+    @classmethod
+    def of(cls, lengths: Tensor, width: int, device: torch.device) -> Packed:
+        """From the number of rows of each of a micro-batch's rollouts `[b]`, of which those with 0 are left out."""
+        there = lengths[lengths > 0]  # [k]
+        starts = lengths.cumsum(0) - lengths  # [b]
+        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+        live = torch.repeat_interleave(torch.arange(len(lengths)) * width, lengths) + within  # [n]
+        whole = len(live) == len(lengths) * width
+        ends = nn.functional.pad(there.cumsum(0), (1, 0)).to(torch.int32)
+        return cls(None if whole else live.to(device), there.tolist(), ends.to(device))
+
+    @property
+    def rows(self) -> int:
+        """n."""
+        return sum(self.lengths)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The live rows `[n, ...]` of `[b * T, ...]`."""
+        return values if self.live is None else values.index_select(0, self.live)
+
+    def spread(self, values: Tensor, rows: int) -> Tensor:
+        """Live rows `[n, ...]` among all rows `[rows, ...]`; the rest is 0."""
+        if self.live is None:
+            return values
+        return values.new_zeros(rows, *values.shape[1:]).index_copy_(0, self.live, values)
+
+
+@dataclass(frozen=True, eq=False)
+class Stream(Packed):
+    """One segment of some of a micro-batch's rollouts, and its live rows."""
 
     runs: list[Run]  # live rows of each segment, among the micro-batch's rows and among the stream's
     rollouts: Tensor  # [k] which of the micro-batch's rollouts
-    live: Tensor | None  # [n] the live rows; None: all rows in order
-    rows: int  # n
     losses: Tensor  # [l] which of the micro-batch's loss tokens are the stream's
     loss_rows: Tensor  # [l] where they are predicted, among the live rows
 
@@ -34,22 +68,13 @@ class Stream:
         """Numbers of the segments, in the order of `rollouts`."""
         return [run.segment for run in self.runs]
 
-    def gather(self, values: Tensor) -> Tensor:
-        """The live rows `[n, ...]` of `[b * T, ...]`."""
-        return values if self.live is None else values.index_select(0, self.live)
-
-    def spread(self, values: Tensor, rows: int) -> Tensor:
-        """Live rows `[n, d]` among all rows `[rows, d]`; the rest is 0."""
-        if self.live is None:
-            return values
-        return values.new_zeros(rows, values.shape[1]).index_copy_(0, self.live, values)
-
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Rollouts up to the token before their last loss token, padded on the right, where no causal attention looks."""
 
     ids: Tensor  # [b, T] int64
+    whole: Packed  # all rows but the padding
     loss_rows: Tensor  # [l] row of b * T that predicts each loss token
     labels: Tensor  # [l] the tokens
     segments: Tensor  # [l]
@@ -146,6 +171,7 @@ def _micro_batch(
     streams = [_stream(turn == j, local, position, number, padded.shape, device) for j in range(int(turn.max()) + 1)]
     return MicroBatch(
         ids=padded.to(device),
+        whole=Packed.of(reach, width, device),
         loss_rows=(local * width + position - 1).to(device),
         labels=ids[starts[rollout] + position].to(device),
         segments=number.to(device),
@@ -166,14 +192,14 @@ def _stream(
     segment = torch.zeros(shape[0], dtype=torch.int64).index_copy(0, local, number)
     rollouts = (reach > 0).nonzero().squeeze(1)  # [k]
     starts = reach.cumsum(0) - reach  # [b] of each rollout's live rows among the stream's
-    within = torch.arange(int(reach.sum())) - torch.repeat_interleave(starts, reach)
-    live = torch.repeat_interleave(torch.arange(shape[0]) * shape[1], reach) + within  # [n]
+    packed = Packed.of(reach, shape[1], device)
     runs = [Run(int(segment[r]), int(r) * shape[1], int(starts[r]), int(reach[r])) for r in rollouts]
     return Stream(
+        live=packed.live,
+        lengths=packed.lengths,
+        ends=packed.ends,
         runs=runs,
         rollouts=rollouts.to(device),
-        live=None if len(live) == shape.numel() else live.to(device),
-        rows=len(live),
         losses=losses.to(device),
         loss_rows=(starts[local] + position - 1).to(device),
     )

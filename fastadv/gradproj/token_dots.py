@@ -44,7 +44,10 @@ def directional_derivative(
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if not isinstance(direction, Mapping) or not direction:
+        raise ValueError(f"the direction is {direction!r}; pass a mapping from names of parameters to tensors")
     for name, tangent in direction.items():
+        validation.tensor("directional_derivative", f"the direction along {name}", tangent)
         if name not in parameters:
             raise ValueError(f"the direction names {name!r}, which is no parameter; names are {_some(parameters)}")
         if tangent.shape != parameters[name].shape:
@@ -93,6 +96,9 @@ def token_dots(
     """
     op = "token_dots"
     validation.count(op, "temperature", temperature, positive=True)
+    validation.integer(op, "max_tokens", max_tokens, least=1)
+    if not isinstance(batch, Batch):
+        raise TypeError(f"{op}: batch is a {type(batch).__name__}; pass a Batch, see Batch.of")
     batch = batch.packed()
     if batch.token_ids is None:
         raise ValueError(f"{op}: the batch carries no token ids; pass them to Batch.of")
@@ -120,6 +126,7 @@ def segment_dots(dots: Tensor, batch: Batch) -> Tensor:
     Raises:
         ValueError: another number of tokens.
     """
+    validation.tensor("segment_dots", "dots", dots, dtypes=validation.FLOATS)
     batch = batch.packed()
     if dots.shape != batch.mask.shape:
         raise ValueError(f"segment_dots: dots has shape {list(dots.shape)}, the batch {batch.mask.shape[0]} tokens")

@@ -147,8 +147,10 @@ def count_sketch(
     if values.dim() not in (1, 2):
         raise ValueError(f"{op}: values has shape {list(values.shape)}; pass [n] or [rows, columns], as by flatten(1)")
     check_sketch(op, size, copies, quantum, seed)
-    _integer(op, "row_offset", row_offset, 0, 2**62)
-    _integer(op, "column_offset", column_offset, 0, 2**62)
+    if not isinstance(parameter, str):
+        raise TypeError(f"{op}: parameter is {parameter!r}; pass the parameter's name")
+    validation.integer(op, "row_offset", row_offset, least=0, most=2**62)
+    validation.integer(op, "column_offset", column_offset, least=0, most=2**62)
     if out is not None:
         validation.tensor(op, "out", out, shape=(copies, size), dtypes=(torch.int64,), device=values.device)
     values = values.detach()
@@ -193,16 +195,9 @@ def check_sketch(op: str, size: Any, copies: Any, quantum: Any, seed: Any) -> No
     """Raises TypeError or ValueError unless there are sketches of this kind."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"{op}: seed is a {type(seed).__name__}; pass an integer")
-    _integer(op, "size", size, CHUNK, LARGEST)
-    _integer(op, "copies", copies, 1, 2**20)
+    validation.integer(op, "size", size, least=CHUNK, most=LARGEST)
+    validation.integer(op, "copies", copies, least=1, most=2**20)
     _check_quantum(op, quantum)
-
-
-def _integer(op: str, name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass an integer")
-    if not least <= value <= most:
-        raise ValueError(f"{op}: {name} is {value}; it must be from {least} to {most}")
 
 
 def _check_quantum(op: str, quantum: Any) -> None:

@@ -231,9 +231,8 @@ def segment_weight_gram(
 
 
 def checked_scratch(op: str, scratch_bytes: int | None, device: torch.device) -> int:
-    """The scratch that is given, or the device's. Raises ValueError where it is none."""
+    """The scratch that is given, or the device's. Raises TypeError or ValueError where it is none."""
     if scratch_bytes is None:
         return SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cpu"])
-    if scratch_bytes < 1:
-        raise ValueError(f"{op}: scratch_bytes is {scratch_bytes}; it must be at least 1")
+    validation.integer(op, "scratch_bytes", scratch_bytes, least=1)
     return scratch_bytes

@@ -88,7 +88,7 @@ def projection_tables(projections: Projections) -> list[Table]:
 
 
 COLUMNS = ["arm", "", "plug-in", "interval", "U-statistic", "interval "]
-PART_COLUMNS = ["scope", "arm", "cosine", "|difference|", "explained", "slope", "alignment (U)"]
+PART_COLUMNS = ["scope", "arm", "cosine", "|difference|", "explained", "alignment (U)"]
 
 
 def _side_by_side(found: dict[tuple[str, str, str], Comparison]) -> list[list[str]]:
@@ -99,7 +99,10 @@ def _side_by_side(found: dict[tuple[str, str, str], Comparison]) -> list[list[st
             for name, shown in QUANTITIES.items():
                 batch, population = getattr(plug_in, name), getattr(u_statistic, name)
                 value = number(population.value) if math.isfinite(population.low) else "–"
-                rows.append([plain(arm), shown, number(batch.value), interval(batch), value, interval(population)])
+                # A slope's denominator may be noise around 0: without an interval it says nothing.
+                silent = name == "cap_slope" and not math.isfinite(batch.low)
+                first = "–" if silent else number(batch.value)
+                rows.append([plain(arm), shown, first, interval(batch), value, interval(population)])
     return rows
 
 
@@ -109,7 +112,7 @@ def interval(e: Estimate) -> str:
 
 
 def _part_row(scope: str, arm: str, c: Comparison, u: Comparison) -> list[str]:
-    shown = [number(c.cosine.value, 4), *(number(e.value) for e in (c.difference, c.explained, c.cap_slope))]
+    shown = [number(c.cosine.value, 4), *(number(e.value) for e in (c.difference, c.explained))]
     known = math.isfinite(u.alignment.low)
     return [scope, plain(arm), *shown, f"{number(u.alignment.value)}, {interval(u.alignment)}" if known else "–"]
 
@@ -120,8 +123,9 @@ def _caption(projections: Projections, reference: str) -> str:
         f"Each arm's gradient g against g_a, that of arm ({plain(reference)}). plug-in: as they are in these rollouts. "
         "U-statistic: from pairs of different prompts alone, so that no prompt's noise counts as agreement: what the "
         "rollouts say about the policy. Its cosines may come out beyond 1, and it is – where noise is all there is. "
-        f"Intervals are 95 %, by a bootstrap over {projections.prompts:,} prompts; – where an end is open. {MEANING} "
-        "(The U-statistic needs no halves.) explained: the share of |g - g_a|² along grad P(cap). alignment: "
+        f"Intervals are 95 %, by a bootstrap over {projections.prompts:,} prompts; – where an end is open, and then no "
+        f"slope. {MEANING} (The U-statistic needs no halves.) explained: the share of |g - g_a|² along grad P(cap). "
+        "alignment: "
         "of g - g_a with grad P(cap) from the same rollouts; the plug-in is the cosine that noise on both sides makes "
         "out of nothing, the U-statistic what is left of it: no effect is shown where its interval holds 0."
         f"{floor} Signal: {number(signal.value, 2)} of |g_a|² is more than noise ({interval(signal)})."

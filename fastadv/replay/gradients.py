@@ -84,7 +84,7 @@ def policy_gradients(
             gradient = torch.autograd.grad(
                 log_probs, parameters, -by_log_prob, retain_graph=True, allow_unused=True, materialize_grads=True
             )
-            total[number] += torch.cat([g.reshape(-1) for g in gradient])
+            total[number] += torch.cat([g.reshape(-1) for g in gradient]).cpu()
         progress(last)
     if not bool(total.isfinite().all()):
         raise ReplayError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
 from fastadv.batch import Batch
+from fastadv.gradproj import flash
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import Projections, project, turn_weights
 from fastadv.gradproj.scopes import Weighted
@@ -48,6 +49,7 @@ class ReplayOptions:
         buckets: gradients by turn and by difficulty too.
         gradients: "gram" (one pass gives the inner products of all segments' gradients), "cells" (a flat gradient for
             each arm and bucket), or "auto": the Gram where the loss and the model allow it.
+        attention: of the Gram's pass, as `gradproj.segment_gram` takes it.
         max_memory: bytes that a Gram or flat gradients may take.
         p1_prompts: prompts that the two-outcome check is made on.
         arms: that are replayed, the reference first; empty: those of the first question.
@@ -62,6 +64,7 @@ class ReplayOptions:
     max_tokens: int = 4096
     buckets: bool = True
     gradients: str = "auto"
+    attention: str = "auto"
     max_memory: int = 8 * 2**30
     p1_prompts: int = 8
     arms: tuple[Arm, ...] = ()
@@ -77,6 +80,13 @@ class ReplayOptions:
             )
         if self.gradients == "gram" and self.by_token:
             raise ReplayError(f"--gradients gram does not go with {self.by_token}: {NO_CONSTANT}; take auto or cells")
+        if self.attention not in flash.CHOICES:
+            raise ReplayError(f"--attention is {self.attention!r}; it must be one of {', '.join(flash.CHOICES)}")
+        if self.attention != "auto" and (self.gradients == "cells" or self.loss != "reinforce" or self.by_token):
+            other = self.by_token or f"--gradients {self.gradients} --loss {self.loss}"
+            raise ReplayError(
+                f"--attention {self.attention} does not go with {other}: flat gradients run the model's own attention"
+            )
 
     @property
     def by_token(self) -> str:
@@ -229,6 +239,8 @@ class _Run:
             why = options.by_token if options.loss == "reinforce" else f"--loss {options.loss}"
             self.gradients_note = "--gradients cells" if asked else f"{why}: {NO_CONSTANT}"
             self.cells = self._new_cells(policy)
+        elif policy is not None and options.attention != "auto":
+            streamed.check_attention(policy, options.attention)
 
     def _new_cells(self, policy: Policy) -> GradientCells:
         """Flat gradients, if they are small enough."""
@@ -316,15 +328,18 @@ class _Run:
             )
         notes = [f"{file.name}: {note}" for file in self.files for note in file.notes]
         try:
-            plan = streamed.plan(policy, self.batches)
+            plan = streamed.plan(policy, self.batches, attention=self.options.attention)
             self.progress.say(plan)
             with self.progress.stage("segment Gram", None) as done:
                 gram = streamed.segment_gram(
-                    policy, self.batches, max_tokens=self.options.max_tokens, notes=notes, progress=done
-                )
+                    policy, self.batches, max_tokens=self.options.max_tokens, attention=self.options.attention,
+                    notes=notes, progress=done,
+                )  # fmt: skip
         except ValueError as error:
-            if self.options.gradients == "gram":
-                raise ReplayError(f"--gradients gram: {error}") from error
+            attention = self.options.attention
+            if self.options.gradients == "gram" or attention != "auto":
+                asked = "--gradients gram" if attention == "auto" else f"--attention {attention}"
+                raise ReplayError(f"{asked}: {error}") from error
             self.gradients_note = str(error)
         else:
             return gram, plan
@@ -466,7 +481,13 @@ def replay(
     if not paths:
         raise ReplayError("no dump was given")
     run = _Run(policy, options, progress or NoProgress())
-    for path in paths:
-        run.add(path)
-        gc.collect()
-    return run.result()
+    try:
+        for path in paths:
+            run.add(path)
+            gc.collect()
+        return run.result()
+    except torch.OutOfMemoryError as error:  # of a CUDA device
+        raise ReplayError(
+            f"the device has too little memory ({error}): a smaller --max-tokens or fewer dumps take less, and "
+            "--device cpu has the machine's"
+        ) from error

@@ -30,12 +30,21 @@ class Policy:
         finite("--temperature", self.temperature, above=0)
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> Policy:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
+        device: torch.device | str = "cpu",
+    ) -> Policy:
         """Loads a transformers checkpoint: config.json and safetensors, nothing from the network, no remote code.
 
         Raises:
-            ReplayError: transformers is not installed, or the folder is no such checkpoint.
+            ReplayError: transformers is not installed, the folder is no such checkpoint, the device is not there or
+                too small.
         """
+        device = device_named(str(device))
         try:
             import transformers
         except ImportError as error:
@@ -67,13 +76,21 @@ class Policy:
             )
         unused = sorted(map(str, loading.get("unexpected_keys", ())))
         notes = [f"the model has no place for {counted(len(unused), 'weight')} of the checkpoint: {_first(unused)}"]
-        model.eval()
+        try:
+            model.to(device).eval()
+        except torch.OutOfMemoryError as error:
+            raise ReplayError(f"{folder} does not fit on {device}: {error}") from error
         config = model.config.get_text_config()
         vocabulary, context = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
         if not isinstance(vocabulary, int):
             raise ReplayError(f"{folder} cannot be used as a policy: its configuration has no vocab_size")
         context = context if isinstance(context, int) else None
         return cls(model, vocabulary, context, temperature, tuple(notes if unused else ()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return next(self.model.parameters()).device
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -104,9 +121,28 @@ class Policy:
 
     def log_probs(self, batch: Batch, first: int, last: int) -> Tensor:
         """Log-probs of the response tokens of rollouts `first .. last - 1`, packed `[n]` float32 (float64 if the model
-        is), with a graph."""
-        responses = Responses.of(batch, first, last, torch.device("cpu"))
-        return responses.log_probs(self.model(**responses.arguments()).logits, self.temperature)
+        is), on the CPU as the batch is, with a graph."""
+        responses = Responses.of(batch, first, last, self.device)
+        return responses.log_probs(self.model(**responses.arguments()).logits, self.temperature).cpu()
+
+
+def device_named(name: str) -> torch.device:
+    """The device "cpu", "cuda" or "cuda:i".
+
+    Raises:
+        ReplayError: another name, or a device that is not there.
+    """
+    kind, colon, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (colon and not (index.isascii() and index.isdigit()))):
+        raise ReplayError(f"--device is {name!r}; it must be cpu, cuda, or cuda:0 and on")
+    if name != "cpu":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            build = "" if torch.version.cuda or torch.version.hip else ", and this torch is built for the CPU alone"
+            raise ReplayError(f"--device {name}: torch sees no CUDA device{build}; take cpu, or run where there is one")
+        if index and int(index) >= count:
+            raise ReplayError(f"--device {name}: the last CUDA device is cuda:{count - 1}")
+    return torch.device(name)
 
 
 def _mismatch(key: Any) -> str:

@@ -146,6 +146,9 @@ def p1_two_outcomes(
         "(1 - mean reward) x the un-baselined one, and the survivor baseline gives zero"
     )
     threshold = f"largest relative residual below {P1_TOLERANCE:g}"
+    if policy.parameters[0].element_size() < torch.float32.itemsize:
+        detail = "it is to rounding of float32, and the policy has less: --dtype float32"
+        return Prediction("P1", claim, {}, threshold, None, NO_DATA, detail)
     if not prompts:
         detail = "no prompt has both a solved and a capped rollout"
         return Prediction("P1", claim, {}, threshold, None, NO_DATA, detail)

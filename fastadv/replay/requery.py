@@ -50,6 +50,8 @@ def parse_arm(text: str, presets: dict[str, Arm], *, seed: int = 0) -> Arm:
             )
         return presets[name]
     name = name.strip()
+    if not name:
+        raise ReplayError(f"--arm {text!r} has no name before the colon; write NAME{text.strip()}")
     if name in presets:
         raise ReplayError(f"--arm {text!r}: {name!r} is a preset ({presets[name].description}); choose another name")
     if not rest.strip():
@@ -60,6 +62,8 @@ def parse_arm(text: str, presets: dict[str, Arm], *, seed: int = 0) -> Arm:
         if not equals or key not in ("excludes", "seed", *NUMBERS, *TEXTS):
             known = ", ".join(("excludes", *NUMBERS, *TEXTS, "seed"))
             raise ReplayError(f"--arm {text!r}: {part!r} is no key=value of {known}")
+        if key in fields:
+            raise ReplayError(f"--arm {text!r}: {key} is there twice; give it once (outcomes are joined with +)")
         fields[key] = _value(text, key, value)
     try:
         return Arm(name, **fields)  # type: ignore[arg-type]
@@ -85,7 +89,8 @@ def _value(text: str, key: str, value: str) -> object:
         names = ", ".join(outcome.name.lower() for outcome in Outcome)
         raise ReplayError(f"--arm {text!r}: {value!r} is no outcome; join names with +: {names}") from error
     except ValueError as error:
-        raise ReplayError(f"--arm {text!r}: {key} is {value!r}, which is no number") from error
+        kind = "integer" if key == "seed" else "number"
+        raise ReplayError(f"--arm {text!r}: {key} is {value!r}, which is no {kind}") from error
 
 
 def ask(path: Path, arms: list[Arm], *, buckets: bool = True, seed: int = 0) -> Answer:
@@ -108,7 +113,7 @@ def ask(path: Path, arms: list[Arm], *, buckets: bool = True, seed: int = 0) -> 
             result = arm.apply(rollouts, statistics)
             rows.append(arm_row(arm, prompt_sums(arm, result, rollouts, statistics, tokens)))
         return Answer(gram, tuple(arms), rows, project(gram, arms, buckets=buckets, seed=seed), seed)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ReplayError(str(error)) from error
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fastadv import gradproj
 from fastadv.batch import Batch
+from fastadv.dispatch import BackendUnavailableError
+from fastadv.gradproj import flash
+from fastadv.gradproj.families import parts_of
 from fastadv.gradproj.gram import SegmentGram, checkpoint_fingerprint
+from fastadv.replay.errors import ReplayError
 from fastadv.replay.policy import Policy
 
 
@@ -17,6 +20,7 @@ def segment_gram(
     batches: Sequence[Batch],
     *,
     max_tokens: int,
+    attention: str = "auto",
     notes: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SegmentGram:
@@ -27,7 +31,7 @@ def segment_gram(
     """
     gram = gradproj.segment_gram(
         policy.model, list(batches), level="turn", temperature=policy.temperature, max_tokens=max_tokens,
-        progress=progress,
+        attention=attention, progress=progress,
     )  # fmt: skip
     gram = replace(
         gram,
@@ -38,19 +42,25 @@ def segment_gram(
     return gram.with_rollouts(batches, notes=notes)
 
 
-def plan(policy: Policy, batches: Sequence[Batch]) -> str:
-    """What the pass will take, for people: operations, streams, memory.
+def check_attention(policy: Policy, attention: str) -> None:
+    """Raises ReplayError unless the pass can run the attention that was asked for."""
+    try:
+        parts_of(policy.model)
+        flash.choose(attention, policy.model)
+    except (BackendUnavailableError, ValueError) as error:
+        raise ReplayError(f"--attention {attention}: {error}") from error
+
+
+def plan(policy: Policy, batches: Sequence[Batch], *, attention: str = "auto") -> str:
+    """What the pass will take, for people: operations, streams, memory, and which attention it runs.
 
     Raises:
         ValueError: a model of a family that the planner, and so the pass, does not know.
     """
-    rollouts, segments = sum(b.num_rollouts for b in batches), sum(b.segments.count for b in batches)
     return gradproj.plan(
         policy.model,
-        tokens=sum(int(batch.token_ids.cu_seqlens[-1]) for batch in batches if batch.token_ids is not None),
-        rollouts=rollouts,
-        turns=max(1, math.ceil(segments / rollouts)),
+        batch=batches,
         level="turn",
-        loss_tokens=sum(int(batch.mask.sum()) for batch in batches),
         value_bytes=policy.parameters[0].element_size(),
+        attention=attention,
     ).explain()
