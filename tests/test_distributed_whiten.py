@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from draws import BACKENDS
+from test_reports import case, numbers
 from torch import Tensor
 
 import fastadv as fa
 
-# slime#2235: whitened apart, 5 and 9 would both become 0.866.
-TOKENS = torch.tensor([1.0, 1, 1, 1, 5, 5, 9, 9])
-WHITENED = torch.tensor(4 * [-0.84611411] + 2 * [0.28203804] + 2 * [1.41019019])
-HOLDS = {1: [range(8)], 2: [[0, 1, 6, 7], [2, 3, 4, 5]], 3: [[0, 1, 6, 7], [2, 3, 4, 5], []]}
+GIVEN, EXPECTED = case("B37")  # whitened apart, 5 and 9 would both become 0.866
+TOKENS, WHITENED = numbers(GIVEN["tokens"]), numbers(EXPECTED["whitened"])
+RANKS = [GIVEN[f"rank{rank}_holds"] for rank in range(3)]
+HOLDS = {1: [range(len(TOKENS))], 2: RANKS[:2], 3: RANKS}
 ROWS = 12
 
 
@@ -66,7 +67,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_whiten_together_and_one_of_them_may_be_empty() -> None:
+def test_b37_ranks_whiten_together_and_one_of_them_may_be_empty() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         for world in HOLDS:

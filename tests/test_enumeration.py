@@ -210,6 +210,7 @@ def test_e9_shrinking_to_a_mean_with_the_row_in_it_is_biased_by_turn(
         assert float(factor[turn]) == pytest.approx(1 - unshrunk / size, abs=1e-12)
 
 
+@pytest.mark.row(20, 39)
 def test_e15_recounted_denominators_change_the_step() -> None:
     """84 % of the rollouts run into an 80-turn cap, the others take 8 turns, all turns equally many tokens."""
     capped = torch.arange(100) < 84

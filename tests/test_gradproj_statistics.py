@@ -118,6 +118,7 @@ def directions_of(whole: Tensor, first: Tensor, second: Tensor, half: Tensor) ->
     return Directions(whole, torch.stack([first, second]), half)
 
 
+@pytest.mark.row(12)
 def test_a_comparison_by_flat_gradients() -> None:
     gradients, prompts = normal(24, 40) + 1, torch.arange(6).repeat_interleave(4)
     half = torch.arange(24) % 2
@@ -217,6 +218,7 @@ def rows_of(projections: Projections, arm: str) -> dict[str, Comparison]:
     return {row.estimator: row.comparison for row in projections.rows if (row.arm, row.scope) == (arm, "all")}
 
 
+@pytest.mark.row(11)
 def test_the_null_task_is_covered_and_the_batchs_own_cosine_is_not() -> None:
     """Equal lengths, rewards and caps independent of the tokens: every expected gradient is zero. The mask's difference
     and the cap direction are sums over the same rollouts, so within a batch they lie along each other all the same."""
@@ -370,6 +372,7 @@ def test_a_gram_of_whole_rollouts_serves_arms_that_do_not_know_turns(
         project(coarse, question_one_arms())
 
 
+@pytest.mark.row(13)
 def test_parts_add_up_to_the_whole(gram: SegmentGram) -> None:
     """Signal and noise of turns and of difficulties: the coefficients of all parts are those of the whole."""
     projections = project(gram, question_one_arms(), draws=0)
@@ -385,6 +388,7 @@ def test_parts_add_up_to_the_whole(gram: SegmentGram) -> None:
     assert float(within_group(capped, gram.rollouts).coefficients(gram).abs().sum()) > 0
 
 
+@pytest.mark.row(33)
 def test_the_reference_may_be_any_arm(gram: SegmentGram) -> None:
     a, b, *_ = question_one_arms()
     forth, back = (rows_of(project(gram, arms, buckets=False, draws=0), arms[1].name) for arms in ([a, b], [b, a]))

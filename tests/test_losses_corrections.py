@@ -71,6 +71,7 @@ def test_corrections_multiply_and_a_veto_rejects_the_rollout(backend: str) -> No
     assert out.metrics["is_weight_mean"] == pytest.approx(math.exp(0.3) / 3)
 
 
+@pytest.mark.row(32)
 @ON
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_missing_sampler_log_probs(level: str, backend: str) -> None:

@@ -145,6 +145,7 @@ def test_doubling_rewards_doubles_advantages_or_cancels(backend: str, shape: Sha
         assert torch.equal(fa.group_advantages(2 * d.rewards, d.group_ids, **options), factor * plain)
 
 
+@pytest.mark.row(10)
 @ON
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(shape=SHAPES, mode=st.sampled_from(MODES), kind=st.sampled_from(KINDS), data=st.data())

@@ -110,6 +110,7 @@ def test_buckets_add_up_to_the_whole(exact: Policy, batch: fa.Batch) -> None:
     assert not torch.equal(cells.by_turn[1], cells.by_turn[4])
 
 
+@pytest.mark.row(11, 12, 16)
 def test_the_comparison_by_hand(exact: Policy, batch: fa.Batch) -> None:
     cells = run_cells(exact, batch)
     rows = {(row.scope, row.arm): row for row in compare(cells)}

@@ -1,8 +1,8 @@
 """Public bug reports as tests, each under its id in data/reports.json; inputs and right answers are read from there.
 
 Reports about losses, log-probs and hidden states are in test_reports_losses.py, test_reports_log_probs.py and
-test_reports_linear.py, B40 in test_packaging.py and test_gradproj_flash.py; test_reports_estimators.py asks B01 to B07
-of the estimators by name.
+test_reports_linear.py, B40 in test_packaging.py and test_gradproj_flash.py; test_reports_estimators.py has B08
+and B37, and asks B01 to B07 of the estimators by name.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def test_b20_masked_slots_are_replaced_before_any_arithmetic(backend: str) -> No
     close(out.metrics["approx_kl"], expected["ppo_kl"])
 
 
+@pytest.mark.row(20, 39)
 @ON
 @pytest.mark.parametrize("mode", [key for key in REPORTS["B22"]["expected"] if "mean" in key and "_" not in key])
 def test_b22_one_masked_reduction_for_all_modes(mode: str, backend: str) -> None:
@@ -175,6 +176,7 @@ def test_b22_one_masked_reduction_for_all_modes(mode: str, backend: str) -> None
         assert torch.equal(other_gradient, gradient)
 
 
+@pytest.mark.row(20, 39)
 @ON
 @pytest.mark.parametrize("split", [[(0, 2)], [(0, 1), (1, 2)], [(0, 1), (1, 1), (1, 2)]])
 def test_b24_the_update_does_not_depend_on_the_split(split: list[tuple[int, int]], backend: str) -> None:

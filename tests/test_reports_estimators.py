@@ -10,6 +10,7 @@ from test_reports import REPORTS, case, close, numbers
 import fastadv as fa
 
 ON = pytest.mark.parametrize("backend", BACKENDS)
+TOKENS_ON = pytest.mark.parametrize("backend", ["reference", "cpu"])  # what scans and whitening have
 NO_MORE = ("rewards", "group_ids")
 BY_REWARDS = sorted(n for n, e in fa.ESTIMATORS.items() if e.level == "rollout" and e.needs == NO_MORE)
 
@@ -80,3 +81,28 @@ def test_b07_labels_are_only_compared(backend: str) -> None:
         text = given["string_case"]
         merged = fa.estimate(name, numbers(text["scores"]), text["uid"], backend=backend).advantages
         close(merged, expected["string_case"], 1e-5)
+
+
+@TOKENS_ON
+@pytest.mark.parametrize("number", range(3))
+def test_b08_returns_go_back_through_a_tools_answer(number: int, backend: str) -> None:
+    """Masked positions inside a response carry the return unchanged: no reset, and no further gamma."""
+    given, expected = case("B08")
+    one = given["cases"][number]
+    mask = torch.tensor(one["mask"])[None]
+    rewards = numbers(one["rewards"])[None]
+    found = fa.estimate(
+        "reinforce_plus_plus/verl", token_rewards=rewards, mask=mask, gamma=one["gamma"], backend=backend
+    )
+    assert found.returns is not None
+    close(found.returns[0], expected["returns"][number])
+    advantages = expected["advantages"][number]
+    close(found.advantages[0], [0.0] * 6 if isinstance(advantages, str) else advantages)
+
+
+@TOKENS_ON
+def test_b37_all_tokens_are_whitened_together(backend: str) -> None:
+    """Over ranks, one of them empty: tests/test_distributed_whiten.py."""
+    given, expected = case("B37")
+    tokens = numbers(given["tokens"])
+    close(fa.whiten(tokens, torch.ones_like(tokens), backend=backend), expected["whitened"])

@@ -39,6 +39,7 @@ def expected_gradient(logits: Tensor, q: Tensor, head: Tensor, config: fa.LossCo
     return leaf.grad
 
 
+@pytest.mark.row(32)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_mean_under_the_sampler_is_zero(name: str) -> None:
     """With the whole vocabulary, for any policy and any weight; without centring it is not."""
@@ -67,6 +68,7 @@ def test_the_tail_is_estimated_from_the_head(name: str) -> None:
     assert expected_gradient(flat, q, head, CONFIGS["f = 1"], "head").abs().max() < 1e-6
 
 
+@pytest.mark.row(32)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_policy_it_is_reinforce(name: str) -> None:
     """Zero correction where p = q: the same gradient, token by token."""
@@ -93,6 +95,7 @@ def test_on_policy_it_is_reinforce(name: str) -> None:
         )
 
 
+@pytest.mark.row(32)
 def test_an_exact_importance_weight_leaves_nothing_to_centre() -> None:
     """w = p / q: E_q of the weighted score is E_p of the score, 0 already."""
     logits = policy(5)
