@@ -1,8 +1,8 @@
 """What logged rollouts of one checkpoint say of P2, P4 and P5: gradients, subsidies and turns, each within prompts.
 
 P4 and P5 are about training. Here are the parts of them that one checkpoint shows; runs decide the rest
-(predictions_runs.py). Claims, P2's 0.5 and the signs are the research plan's; the least effects and P2's levels of no effect
-are choices that were made with this code. Neither is fitted to the rollouts that it is asked about.
+(predictions_runs.py). Claims, P2's 0.5 and the signs are the research plan's; the least effects and P2's levels of no
+effect are choices that were made with this code. Neither is fitted to the rollouts that it is asked about.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What training runs say of P3 to P6, from their step records (docs/step_record.md).
 
 A run is one seed of one arm. Intervals are Student's over runs: steps of one run are no independent observations, so a
-single run has no interval and decides nothing. Claims, signs and P3's b of 0.3 are the research plan's; the least effects are
-choices that were made with this code, before any run was looked at.
+single run has no interval and decides nothing. Claims, signs and P3's b of 0.3 are the research plan's; the least
+effects are choices that were made with this code, before any run was looked at.
 """
 
 from __future__ import annotations
