@@ -26,7 +26,7 @@ from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.divisors import DIVISORS, Divisor, divisor
 from fastadv.estimators import ESTIMATORS, Estimate, Estimator, anchor_groups, estimate, similar_anchors
 from fastadv.groups import GroupIndex, group_index
-from fastadv.losses import KL, PRESETS, Correction, LossConfig
+from fastadv.losses import KL, PRESETS, Correction, LossConfig, SequenceMask
 from fastadv.matched_update import MatchedUpdate, UpdateNorm, matched_update, update_norms
 from fastadv.norms import global_norm
 from fastadv.ops.covariance_selection import covariance_selection
@@ -95,6 +95,7 @@ __all__ = [
     "SegmentTable",
     "Segments",
     "SequenceLogRatios",
+    "SequenceMask",
     "StepRecord",
     "TokenIds",
     "TokenIndex",

@@ -12,10 +12,13 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 DENOMINATORS = ("tokens", "sequences", "candidates", "one")
 _DEFAULT_DENOMINATOR = {"token-mean": "tokens", "token-sum": "one"}
 
-LOSSES = ("reinforce", "ppo", "cispo", "sapo", "gspo", "vespo", "gmpo", "clip_cov", "kl_cov")
+LOSSES = (
+    "reinforce", "ppo", "cispo", "sapo", "gspo", "vespo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro",
+)  # fmt: skip
 NATIVE_LOSSES = LOSSES[:5]  # in the order of fastadv::Loss; the others run on the reference
 SEQUENCE_LOSSES = ("gspo", "vespo", "gmpo")  # their ratio belongs to the rollout
 SELECTING_LOSSES = ("clip_cov", "kl_cov")  # they pick tokens out of the whole batch
+TRUST_REGION_LOSSES = ("dppo_tv", "dppo_kl")  # they leave out the tokens that have gone too far
 
 # Which losses read an option; any other value than the default is a contradiction elsewhere.
 _OPTIONS = {
@@ -33,12 +36,19 @@ _OPTIONS = {
     "cov_high": ("clip_cov",),
     "cov_kl_coef": ("kl_cov",),
     "seed": ("clip_cov",),
+    "divergence_low": TRUST_REGION_LOSSES,
+    "divergence_high": TRUST_REGION_LOSSES,
+    "two_sided": TRUST_REGION_LOSSES,
+    "ratio_cap": TRUST_REGION_LOSSES,
+    "surrogate": TRUST_REGION_LOSSES,
+    "dro_beta": ("dro",),
 }
 
 CORRECTIONS = ("tis", "mis", "reject")
 LEVELS = ("token", "sequence", "geometric")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
 KL_GRADIENTS = ("own", "straight-through", "unbiased")
+SURROGATES = ("log-prob", "ratio")
 
 
 def _choice(owner: str, name: str, value: Any, valid: tuple[Any, ...]) -> None:
@@ -121,6 +131,35 @@ class KL:
 
 
 @dataclass(frozen=True)
+class SequenceMask:
+    """Leaves the tokens of negative advantage out of the policy term where the policy has moved away from the rollout.
+
+    A rollout is too far where the mean over its tokens of (sampled log-prob - log_prob) is above `delta`. KL, entropy
+    and denominators still count what is left out.
+
+    Attributes:
+        delta: the largest mean gap that is kept, in nats a token.
+        sign: whose advantage decides: "rollout", the sum over the rollout's tokens that count, so that a rollout goes
+            or stays as a whole; "token", each token's own, so that the positive turns of a rollout that is too far stay
+            (TRL, Miles and slime; Miles #1127 and slime #1917 report it as a fault). The same where the advantage is
+            constant on the rollout.
+        log_probs: the sampled log-probs: "old", those that the ratio is to (Miles, slime; TRL without vLLM), or
+            "rollout", `rollout_log_probs` (TRL with vLLM). A missing one, NaN, counts as no gap, as in TRL.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, eq. 9; TRL's off_policy_mask_threshold, Miles' and slime's use_opsm.
+    """
+
+    delta: float
+    sign: str = "rollout"
+    log_probs: str = "old"
+
+    def __post_init__(self) -> None:
+        _between("SequenceMask", "delta", self.delta, 0.0, _HUGE, "finite and at least 0")
+        _choice("SequenceMask", "sign", self.sign, ("rollout", "token"))
+        _choice("SequenceMask", "log_probs", self.log_probs, ("old", "rollout"))
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """A policy loss, its clipping, its corrections and its aggregation. r = exp(log_prob - old_log_prob).
 
@@ -131,7 +170,9 @@ class LossConfig:
             mean log-ratio (arXiv 2507.18071); "vespo", -A phi(w) log_prob with w the rollout's product of ratios and
             phi(w) = w^k e^(lambda (1 - w)), log w cut to [ln 1e-8, 20] (arXiv 2602.10693); "gmpo", -mean(A) exp(mean of
             clipped log-ratios), one term a rollout (arXiv 2507.20673); "clip_cov" and "kl_cov", which treat a few
-            tokens of high covariance between advantage and log-prob apart (arXiv 2505.22617).
+            tokens of high covariance between advantage and log-prob apart (arXiv 2505.22617); "dppo_tv" and
+            "dppo_kl", -A sg(min(r, cap)) log_prob, 0 outside of a trust region of the token's probability (arXiv
+            2602.04879); "dro", -(A log_prob - dro_beta / 2 (log r)^2) (arXiv 2405.19107).
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476, eq. 5);
             for "gmpo" the log-ratio is clipped to [-clip_low, clip_high]. With clip_low 1 there is no lower bound.
         dual_clip: bound c > 1: the loss of a token with negative advantage is at most -c * advantage (arXiv 1912.09729,
@@ -150,8 +191,19 @@ class LossConfig:
             these, and takes their loss away.
         cov_kl_coef: "kl_cov" adds coef * |log_prob - old_log_prob| to the tokens of largest covariance.
         seed: of the coins of "clip_cov", which are the same for the same seed: `config.but(seed=step)`.
+        divergence_low, divergence_high: with p = exp(log_prob) and q = exp(old_log_prob), a token is outside of the
+            trust region where p > q and its divergence is above divergence_high, or p < q and it is above
+            divergence_low. The divergence is |p - q| ("dppo_tv") or the KL of (q, 1 - q) to (p, 1 - p) ("dppo_kl").
+            verl's clip_ratio_low and _high, prime-rl's dppo_mask_low and _high.
+        two_sided: False: a token is left out where it went the way that its advantage pushes, up where that is positive
+            and down elsewhere; True: whichever way (prime-rl's "ipo").
+        ratio_cap: the ratio of "dppo_tv" and "dppo_kl" is cut here; None: not cut. verl's clip_ratio_c.
+        surrogate: of "dppo_tv" and "dppo_kl": "log-prob", -A sg(min(r, cap)) log_prob (verl); "ratio", -A min(r, cap)
+            (prime-rl), whose gradient is the same up to the cap and 0 beyond.
+        dro_beta: weight of the squared log-ratio of "dro".
         correction: a Correction, or several that multiply (at most one over tokens): importance weights of the policy
             term from `rollout_log_probs`.
+        sequence_mask: a SequenceMask, which leaves tokens of rollouts that are too far off out of the policy term.
         kl: a KL penalty to `ref_log_probs`.
         entropy_coef: this times the entropy is subtracted from each token's loss; needs `entropy`.
         loss_agg_mode: how token losses become one number, by verl's names:
@@ -184,7 +236,14 @@ class LossConfig:
     cov_high: float = 5.0
     cov_kl_coef: float = 1.0
     seed: int = 0
+    divergence_low: float = 0.15
+    divergence_high: float = 0.15
+    two_sided: bool = False
+    ratio_cap: float | None = 20.0
+    surrogate: str = "log-prob"
+    dro_beta: float = 0.05
     correction: Correction | tuple[Correction, ...] | None = None
+    sequence_mask: SequenceMask | None = None
     kl: KL | None = None
     entropy_coef: float = 0.0
     loss_agg_mode: str = "token-mean"
@@ -197,6 +256,7 @@ class LossConfig:
         _choice(me, "loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
         _choice(me, "denominator", self.denominator, (None, *DENOMINATORS))
         _choice(me, "sequence_gradient", self.sequence_gradient, ("straight-through", "mean"))
+        _choice(me, "surrogate", self.surrogate, SURROGATES)
         if self.loss == "gmpo":  # of log-ratios
             _between(me, "clip_low", self.clip_low, 0.0, _HUGE, "finite and at least 0")
         else:
@@ -223,6 +283,12 @@ class LossConfig:
         _between(me, "cov_kl_coef", self.cov_kl_coef, -_HUGE, _HUGE, "finite")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"{me}: seed is {self.seed!r}; pass an integer")
+        for name in ("divergence_low", "divergence_high", "dro_beta"):
+            _between(me, name, getattr(self, name), 0.0, _HUGE, "finite and at least 0")
+        if self.ratio_cap is not None:
+            _between(me, "ratio_cap", self.ratio_cap, 1.0, _HUGE, "finite and at least 1")
+        if not isinstance(self.two_sided, bool):
+            raise TypeError(f"{me}: two_sided is {self.two_sided!r}; pass a bool")
         _between(me, "entropy_coef", self.entropy_coef, -_HUGE, _HUGE, "finite")
         if self.horizon is not None:
             _between(me, "horizon", self.horizon, _TINY, _HUGE, "positive")
@@ -238,8 +304,10 @@ class LossConfig:
             raise ValueError(f"{me}: correction has two of level 'token'; at most one can be")
         if len({c.missing for c in self.corrections}) > 1:
             raise ValueError(f"{me}: corrections treat missing log-probs differently; give all the same `missing`")
-        if self.kl is not None and not isinstance(self.kl, KL):
-            raise TypeError(f"{me}: kl is a {type(self.kl).__name__}; pass a fa.KL or None")
+        for name, kind in (("kl", KL), ("sequence_mask", SequenceMask)):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{me}: {name} is a {type(given).__name__}; pass a fa.{kind.__name__} or None")
         if self.loss == "gmpo":
             self._check_gmpo()
 
@@ -252,6 +320,8 @@ class LossConfig:
             raise ValueError("LossConfig: 'gmpo' is a mean over rollouts; set loss_agg_mode='seq-mean-token-mean'")
         if any(c.level == "token" for c in self.corrections):
             raise ValueError("LossConfig: 'gmpo' has one term a rollout; use a correction of level 'geometric'")
+        if self.sequence_mask is not None and self.sequence_mask.sign == "token":
+            raise ValueError("LossConfig: 'gmpo' has one term a rollout; use a sequence_mask of sign 'rollout'")
 
     @property
     def corrections(self) -> tuple[Correction, ...]:
@@ -287,6 +357,9 @@ _GSPO_TRL = LossConfig(
     "gspo", 3e-4, 4e-4, log_ratio_bound=80.0, sequence_gradient="mean", loss_agg_mode="seq-mean-token-mean",
     denominator="candidates",
 )  # fmt: skip
+_DPPO_PRIME_RL = LossConfig(
+    "dppo_tv", divergence_low=0.2, divergence_high=0.2, ratio_cap=None, surrogate="ratio", log_ratio_bound=80.0
+)
 
 PRESETS: Mapping[str, LossConfig] = MappingProxyType({
     "reinforce": LossConfig("reinforce"),
@@ -311,6 +384,11 @@ PRESETS: Mapping[str, LossConfig] = MappingProxyType({
     ),  # clips of the paper; verl's "geo_mean" takes a plain mean over rows
     "clip_cov": LossConfig("clip_cov"),
     "kl_cov": LossConfig("kl_cov"),
+    "dppo_tv/verl": LossConfig("dppo_tv", ratio_cap=1e4),  # limits and cap of verl's example script
+    "dppo_kl/verl": LossConfig("dppo_kl", divergence_low=0.05, divergence_high=0.05, ratio_cap=1e4),
+    "dppo_tv/prime-rl": _DPPO_PRIME_RL,  # its "default" loss
+    "ipo/prime-rl": _DPPO_PRIME_RL.but(divergence_low=0.1, divergence_high=0.1, two_sided=True),
+    "dro": LossConfig("dro"),  # beta of Tinker's documentation; verl has none
 })  # fmt: skip
 
 

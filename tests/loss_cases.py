@@ -22,7 +22,7 @@ EXTRA = {
     "ref": "ref_log_probs",
     "entropy": "entropy",
 }
-STOPS_GRADIENT = ("cispo", "vespo")
+STOPS_GRADIENT = ("cispo", "vespo", "dppo_tv", "dppo_kl")
 
 
 def settled(config: fa.LossConfig, inputs: Inputs) -> Inputs:
@@ -30,6 +30,10 @@ def settled(config: fa.LossConfig, inputs: Inputs) -> Inputs:
     log_probs, old = inputs["log_probs"].double(), inputs["old_log_probs"].double()
     close = _close_to_edges(config, log_probs - old, inputs)
     old = inputs["old_log_probs"] = torch.where(close, inputs["log_probs"], inputs["old_log_probs"])
+    if config.sequence_mask is not None:  # of old log-probs; a whole rollout moves
+        gap = spread(old.double() - log_probs, inputs, "mean", old)
+        close = near(gap, [config.sequence_mask.delta])
+        old = inputs["old_log_probs"] = torch.where(close, inputs["log_probs"], old)
     if "rollout_log_probs" in inputs:
         rollout = inputs["rollout_log_probs"]
         close = torch.zeros_like(old, dtype=torch.bool)
@@ -53,6 +57,13 @@ def _close_to_edges(config: fa.LossConfig, log_ratio: Tensor, inputs: Inputs) ->
     if config.loss == "gspo":
         log_ratio = spread(log_ratio, inputs, "mean", log_ratio)
     edges = [config.log_ratio_bound, -config.log_ratio_bound]
+    if config.loss in ("dppo_tv", "dppo_kl"):
+        edges += [] if config.ratio_cap is None else [math.log(config.ratio_cap)]
+        p, q = (inputs[name].double().exp() for name in ("log_probs", "old_log_probs"))
+        rest = ((1 - q).clamp(min=0) + 1e-8) / ((1 - p).clamp(min=0) + 1e-8)
+        binary_kl = -q * log_ratio + (1 - q) * rest.log()
+        divergence = (p - q).abs() if config.loss == "dppo_tv" else binary_kl
+        return near(log_ratio, edges) | near(divergence, [config.divergence_low, config.divergence_high])
     if config.loss == "gmpo":
         edges += [-config.clip_low, config.clip_high]
     else:
@@ -225,4 +236,17 @@ LOSSES_WITHOUT_KERNEL = (
     case("gmpo", PRESETS["gmpo"], "row", "row weights"),
     case("clip_cov", fa.LossConfig("clip_cov", cov_fraction=0.1, cov_low=0.1), "token"),
     case("kl_cov", fa.LossConfig("kl_cov", cov_fraction=0.1), "token"),
+    case("dppo_tv", fa.LossConfig("dppo_tv", divergence_low=0.1, ratio_cap=2.0), "token", "token weights"),
+    case("dppo_kl", fa.LossConfig("dppo_kl", divergence_high=0.05, loss_agg_mode="seq-mean-token-sum"), "segment"),
+    case("ipo", PRESETS["ipo/prime-rl"].but(ratio_cap=1.5, kl=fa.KL("k2", 0.01)), "row", "ref", "row weights"),
+    case("dro", fa.LossConfig("dro", dro_beta=0.3), "token", "is_weights"),
+    case(
+        "ppo, sequence mask",
+        PPO.but(sequence_mask=fa.SequenceMask(0.05, "token"), kl=fa.KL("k3", 0.1), correction=TIS),
+        "token",
+        "rollout",
+        "ref",
+    ),
+    case("gspo, sequence mask", GSPO.but(sequence_mask=fa.SequenceMask(0.02)), "segment", "row weights"),
+    case("cispo, sequence mask", fa.LossConfig("cispo", sequence_mask=fa.SequenceMask(0.05)), "row", "row weights"),
 )

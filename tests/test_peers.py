@@ -16,7 +16,7 @@ from draws import BACKENDS
 from torch import Tensor
 
 import fastadv as fa
-from fastadv.losses import NATIVE_LOSSES, PRESETS
+from fastadv.losses import NATIVE_LOSSES, PRESETS, TRUST_REGION_LOSSES
 
 pytestmark = pytest.mark.peers
 ON = pytest.mark.parametrize("backend", BACKENDS)
@@ -88,11 +88,15 @@ class VerlConfig(dict):  # type: ignore[type-arg]
 def verl_config(config: fa.LossConfig) -> Any:
     policy = VerlConfig(
         clip_cov_ratio=config.cov_fraction, clip_cov_lb=config.cov_low, clip_cov_ub=config.cov_high,
-        kl_cov_ratio=config.cov_fraction, ppo_kl_coef=config.cov_kl_coef,
+        kl_cov_ratio=config.cov_fraction, ppo_kl_coef=config.cov_kl_coef, dro_beta=config.dro_beta,
     )  # fmt: skip
+    trust_region = config.loss in TRUST_REGION_LOSSES  # verl's limits have the names of its clips
+    low = config.divergence_low if trust_region else config.clip_low
+    high = config.divergence_high if trust_region else config.clip_high
     return VerlConfig(
-        clip_ratio=config.clip_high, clip_ratio_low=config.clip_low, clip_ratio_high=config.clip_high,
-        clip_ratio_c=config.dual_clip or 1e30, tau_pos=config.tau_pos, tau_neg=config.tau_neg, policy_loss=policy,
+        clip_ratio=high, clip_ratio_low=low, clip_ratio_high=high,
+        clip_ratio_c=(config.ratio_cap if trust_region else config.dual_clip) or 1e30,
+        tau_pos=config.tau_pos, tau_neg=config.tau_neg, policy_loss=policy,
         loss_agg_mode=config.loss_agg_mode, global_batch_info={"loss_scale_factor": config.horizon},
     )  # fmt: skip
 
@@ -107,6 +111,10 @@ VERL = {
     "kl_cov": PRESETS["kl_cov"].but(cov_fraction=0.1, log_ratio_bound=80.0),
     "clip_cov": PRESETS["clip_cov"].but(cov_fraction=1.0, cov_low=0.05, log_ratio_bound=80.0),  # no random choice left
     "geo_mean": PRESETS["gmpo"].but(clip_low=0.2, clip_high=0.3),
+    "dppo_tv": PRESETS["dppo_tv/verl"],
+    "dppo_tv, capped": PRESETS["dppo_tv/verl"].but(divergence_low=0.05, divergence_high=0.1, ratio_cap=1.2),
+    "dppo_kl": PRESETS["dppo_kl/verl"].but(divergence_low=0.02, ratio_cap=1.2),
+    "dro": PRESETS["dro"].but(dro_beta=0.3),
 }
 
 
@@ -122,6 +130,7 @@ def test_verl(name: str, mode: str, backend: str, verl: Any, monkeypatch: pytest
     function = verl.get_policy_loss_fn(name.split(",")[0])
     for seed in range(3):
         c = Case(seed)
+        c.old = c.old.clamp(max=-1e-3)  # a probability above 1 has no binary KL
         advantages = c.rows if name == "geo_mean" else c.tokens
         spread = advantages[:, None].expand(B, T) if name == "geo_mean" else advantages
         is_weights = None if name == "geo_mean" else c.is_weights
@@ -196,7 +205,8 @@ def trl_loss(trainer: Any, c: Case, log_probs: Tensor, advantages: Tensor, loss_
     me = SimpleNamespace(
         loss_type=loss_type, args=SimpleNamespace(**settings), beta=options.get("beta", 0.0), top_entropy_quantile=1.0,
         epsilon_low=options["low"], epsilon_high=options["high"],
-        importance_sampling_level=options.get("level", "token"), off_policy_mask_threshold=None,
+        importance_sampling_level=options.get("level", "token"), off_policy_mask_threshold=options.get("threshold"),
+        get_off_policy_mask=trainer.get_off_policy_mask,
         use_vllm="is_weights" in options, vllm_importance_sampling_correction=True,
         max_completion_length=options.get("horizon", 1), current_gradient_accumulation_steps=1, aux_loss_enabled=False,
         _entropy_bonus_enabled=False, _metrics={"train": defaultdict(list)}, model=SimpleNamespace(training=True),
@@ -210,6 +220,8 @@ def trl_loss(trainer: Any, c: Case, log_probs: Tensor, advantages: Tensor, loss_
         "ref_per_token_logps": c.ref,
         "num_items_in_batch": c.mask.sum(), "importance_sampling_ratio": options.get("is_weights"),
     }  # fmt: skip
+    if "sampler" in options:
+        inputs["sampling_per_token_logps"] = options["sampler"]
     return trainer._compute_loss(me, None, inputs)
 
 
@@ -256,6 +268,31 @@ def test_trl_kl(unbiased: bool, backend: str, grpo_trainer: Any) -> None:
     mine = ours(config, c, c.rows, backend, ref_log_probs=c.ref)
     options = CLIPS | {"beta": 0.2, "use_bias_correction_kl": unbiased}
     compare(mine, theirs(lambda x: trl_loss(grpo_trainer, c, x, c.rows, "dapo", **options), c), backend)
+
+
+@pytest.mark.parametrize("by_sampler", [False, True], ids=("old", "sampler"))
+@pytest.mark.parametrize("per_token", [False, True], ids=("per rollout", "per token"))
+@pytest.mark.parametrize("name", TRL)
+def test_trl_sequence_mask(name: str, per_token: bool, by_sampler: bool, grpo_trainer: Any) -> None:
+    """TRL masks by each token's sign; where advantages are constant on a rollout, ours by rollout is the same."""
+    loss_type, config, options = TRL[name]
+    if config.loss in ("ppo", "gspo"):
+        config = config.but(clip_low=options["low"], clip_high=options["high"])
+    config = config.but(kl=fa.KL("k3", 0.2))
+    options = options | {"threshold": 0.03, "beta": 0.2}
+    for seed in range(4):
+        c = Case(seed)
+        advantages = c.tokens if per_token else c.rows
+        given = {"ref_log_probs": c.ref}
+        if by_sampler:
+            noise = torch.randn(B, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            sampler = (c.log_probs + 0.3 * noise).masked_fill(noise > 1.5, torch.nan)
+            given["rollout_log_probs"], options = sampler, options | {"sampler": sampler}
+        other = theirs(lambda x, c=c, a=advantages, o=options: trl_loss(grpo_trainer, c, x, a, loss_type, **o), c)
+        for sign in ("token",) if per_token else ("token", "rollout"):
+            mask = fa.SequenceMask(0.03, sign, "rollout" if by_sampler else "old")
+            mine = ours(config.but(sequence_mask=mask), c, advantages, "reference", **given)
+            compare(mine, other, "reference")
 
 
 # ---- Liger-Kernel, from hidden states --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.losses import SEQUENCE_LOSSES, LossConfig
+from fastadv.losses import SEQUENCE_LOSSES, LossConfig, SequenceMask
 from fastadv.ops.covariance_selection import covariance_selection
 from fastadv.ops.sequence_log_ratios import log_ratios_of
 from fastadv.ops.token_counts import Denominators, counts_of
@@ -88,14 +88,28 @@ def no_gradient(op: str, receivers: str, **tensors: Any) -> None:
 
 
 def check_sampler(op: str, config: LossConfig, log_probs: Tensor | None, ratios: SequenceLogRatios | None) -> None:
-    """Raises where a correction lacks what it is made from, or there is none to read it."""
+    """Raises where a correction or a sequence mask lacks what it is made from, or there is none to read it."""
+    masked = config.sequence_mask is not None and config.sequence_mask.log_probs == "rollout"
+    if log_probs is None and masked:
+        raise ValueError(f"{op}: rollout_log_probs is None; a sequence_mask of log_probs 'rollout' needs it")
     by_token = config.token_correction is not None or any(c.missing == "exclude" for c in config.corrections)
     if log_probs is None and (by_token or (config.corrections and ratios is None)):
         raise ValueError(f"{op}: rollout_log_probs is None; a correction needs it")
-    if log_probs is not None and not config.corrections:
+    if log_probs is not None and not config.corrections and not masked:
         raise ValueError(
             f"{op}: rollout_log_probs is given, but nothing reads it; a correction would, set one or leave it out"
         )
+
+
+def check_sequence_mask(op: str, mask: SequenceMask, old_log_probs: Tensor | None, **parts: Any) -> None:
+    """Raises where a sequence mask lacks old log-probs, or the call says that it has parts of rollouts."""
+    if old_log_probs is None and mask.log_probs == "old":
+        raise ValueError(f"{op}: old_log_probs is None; a sequence_mask of log_probs 'old' needs it")
+    for name, given in parts.items():
+        if given is not None:
+            raise ValueError(
+                f"{op}: {name} is given, but a sequence_mask looks at whole rollouts; hand them over whole, without it"
+            )
 
 
 def used_by(op: str, **given: tuple[Any, bool, str]) -> None:

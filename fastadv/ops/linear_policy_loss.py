@@ -34,7 +34,7 @@ def by_token(config: LossConfig, old_log_probs: Tensor | None) -> bool:
     """Whether gradients can be made as soon as a chunk's log-probs are there."""
     # Without old log-probs a correction is to the policy itself, and of a rollout needs all of its log-probs.
     of_policy = old_log_probs is None and any(c.level != "token" or c.veto is not None for c in config.corrections)
-    return config.loss in TOKEN_LOSSES and not of_policy
+    return config.loss in TOKEN_LOSSES and not of_policy and config.sequence_mask is None
 
 
 @dataclass

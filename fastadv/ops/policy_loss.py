@@ -27,6 +27,8 @@ def without_kernel(config: LossConfig, reduction: str) -> str | None:
     """What no native kernel has, in words; None where one has it."""
     if config.loss not in NATIVE_LOSSES:
         return f"the {config.loss!r} loss"
+    if config.sequence_mask is not None:
+        return "a sequence_mask"
     if reduction == "none" and config.loss == "gspo" and config.sequence_gradient == "mean":
         return "reduction 'none' with sequence_gradient 'mean', where each token's loss has a gradient at all others"
     return None
@@ -39,11 +41,12 @@ class LossOutput(NamedTuple):
     `metrics` are 0-d tensors on the same device, without gradient. Fractions and means are over the tokens with a
     non-zero mask and weight, of which there are "tokens"; to combine micro-batches, average weighted by it.
 
-    "clip_fraction", "dual_clip_fraction" (the dual clip or delta; of a covariance loss, the tokens that it picked; of
-    gmpo, clips where the advantage is negative),
+    "clip_fraction" (of dppo_tv and dppo_kl, outside of the trust region), "dual_clip_fraction" (the dual clip, delta or
+    ratio_cap; of a covariance loss, the tokens that it picked; of gmpo, clips where the advantage is negative),
     "saturated_fraction", "approx_kl" (mean of old_log_prob - log_prob). With KL or entropy: "policy_loss" (the share of
     the loss without them), "kl", "entropy". With importance weights: "is_weight_mean", "is_rejected_fraction" (weight
-    0), "is_capped_fraction" (cut by a token bound), "is_missing_fraction" (no sampler log-prob). With corrections of
+    0), "is_capped_fraction" (cut by a token bound), "is_missing_fraction" (no sampler log-prob). With a sequence mask:
+    "sequence_mask_fraction" (the tokens that it leaves out). With corrections of
     whole rollouts, over the "rollouts" that have a token: "is_row_rejected_fraction", "is_row_capped_fraction",
     "is_veto_fraction"; to combine these, average weighted by "rollouts". "policy_loss" adds up as the loss does.
     """
@@ -95,7 +98,8 @@ def policy_loss(
         config: a LossConfig, or the name of a preset of `fastadv.PRESETS`.
         cu_seqlens: `[B + 1]` int32 or int64 for packed tokens; without it, 1-D tokens are one rollout.
         turn_ids: for a SegmentTable, if not those that it was built from; 0 advantage where -1.
-        rollout_log_probs: like log_probs, the sampler's, no gradient; for `config.correction`. NaN is missing.
+        rollout_log_probs: like log_probs, the sampler's, no gradient; for `config.correction`, and for
+            `config.sequence_mask` where it asks for them. NaN is missing.
         ref_log_probs: like log_probs, the reference policy's, no gradient; for `config.kl`.
         entropy: like log_probs; for `config.entropy_coef`. Gradient flows to it.
         weights: `[B]` or like log_probs: multiplies numerators of every term, never a denominator. A weight of exactly
@@ -141,6 +145,11 @@ def policy_loss(
     if old_log_probs is None and config.loss != "reinforce":
         raise ValueError(f"{op}: old_log_probs is None; the {config.loss!r} loss needs it")
     arguments.check_sampler(op, config, rollout_log_probs, rollout_log_ratios)
+    if config.sequence_mask is not None:
+        arguments.check_sequence_mask(
+            op, config.sequence_mask, old_log_probs, sequence_log_ratios=sequence_log_ratios,
+            rollout_log_ratios=rollout_log_ratios, row_tokens=row_tokens,
+        )  # fmt: skip
     arguments.used_by(
         op,
         ref_log_probs=(ref_log_probs, config.kl is not None, "a KL penalty"),
@@ -338,10 +347,11 @@ def _metrics(reduced: _Reduced, config: LossConfig, inputs: Inputs, entropy: Ten
         names["kl"] = "kl"
     if entropy is not None:
         names["entropy"] = "entropy"
-    weighted = [inputs.is_weights, inputs.rollout_log_probs, inputs.row_is_weights]
-    if any(t is not None for t in weighted):
+    if inputs.is_weights is not None or config.corrections:
         names |= {"is_weight_mean": "is_weight", "is_rejected_fraction": "rejected"}
-    if inputs.rollout_log_probs is not None:
+    if config.sequence_mask is not None:
+        names["sequence_mask_fraction"] = "left_out"
+    if inputs.rollout_log_probs is not None and config.corrections:
         names |= {"is_missing_fraction": "missing"}
         if config.token_correction is not None:
             names |= {"is_capped_fraction": "capped"}

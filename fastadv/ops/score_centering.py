@@ -178,6 +178,8 @@ def _refuse(op: str, sampler: Sampler, temperature: float, support: str, config:
         raise ValueError(f"{op}: config has a KL or entropy term; add those by a policy_loss of their own")
     if any(c.level != "token" or c.veto is not None for c in config.corrections):
         raise ValueError(f"{op}: config.correction weighs whole rollouts; only one of level 'token' has a known mean")
+    if config.sequence_mask is not None:
+        raise ValueError(f"{op}: config.sequence_mask leaves out tokens after the fact; the rest has no known mean")
     for name, given in (("constrained", sampler.constrained), ("speculative", sampler.speculative)):
         if given:
             raise ValueError(f"{op}: sampler is {name}; its log-probs are not those of the distribution it drew from")

@@ -1,4 +1,4 @@
-"""Importance weights for what another policy sampled."""
+"""Importance weights, and a mask of rollouts, for what another policy sampled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastadv.losses import Correction
+from fastadv.losses import Correction, SequenceMask
+from fastadv.rows import Rows
 
 EXP_BOUND = 80.0  # float32's exp is finite up to here
 
@@ -43,3 +44,19 @@ def token_weights(
     else:
         weight, capped, _ = weigh(torch.where(absent, 0.0, old_log_probs - rollout_log_probs), correction)
     return torch.where(absent, 1.0 if missing == "neutral" else 0.0, weight), capped, absent
+
+
+def left_out(
+    log_probs: Tensor, sampled: Tensor, advantages: Tensor, on: Tensor, rows: Rows, mask: SequenceMask
+) -> Tensor:
+    """Tokens of negative advantage in rollouts that the policy has moved away from, bool, like the log-probs.
+
+    A comparison with NaN is false, so that what is wrong stays in the loss, where it is seen.
+    """
+    counted = on & ~sampled.isnan() if mask.log_probs == "rollout" else on
+    gap = rows.sum(torch.where(counted, sampled - log_probs, 0.0))  # [B]
+    far = gap / rows.sum(on.to(gap.dtype)).clamp(min=1) > mask.delta
+    signed = torch.where(on, advantages, 0.0)
+    if mask.sign == "rollout":
+        signed = rows.spread(rows.sum(signed))
+    return on & rows.spread(far) & (signed < 0)

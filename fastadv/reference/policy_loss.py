@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastadv.losses import SEQUENCE_LOSSES, LossConfig
-from fastadv.reference.corrections import token_weights
+from fastadv.losses import SEQUENCE_LOSSES, LossConfig, SequenceMask
+from fastadv.reference.corrections import left_out, token_weights
 from fastadv.reference.kl import penalty
 from fastadv.reference.policy_terms import TERMS, Terms, TokenTerms
 from fastadv.rows import Rows
@@ -45,7 +45,8 @@ def policy_loss(
     """Weighted token losses and their sum times `scale`; with `row_tokens [B]` each row is divided by its tokens.
 
     What lies at a token outside the mask, or with weight 0, is replaced before any arithmetic: selection, not
-    multiplication. An importance weight of 0 rejects a token's policy term; KL, entropy and metrics still count it.
+    multiplication. An importance weight of 0 and a sequence mask reject a token's policy term; KL, entropy and metrics
+    still count it.
     """
     on = inputs.mask != 0  # [N] or [B, T]
     weight = on.to(inputs.log_probs.dtype)
@@ -54,7 +55,11 @@ def policy_loss(
         weight = torch.where(on, inputs.weights, 0.0)
 
     correction, capped, missing = _correction(inputs, on, rows, config)
-    used = on if correction is None else on & (correction != 0)
+    accepted = used = on if correction is None else on & (correction != 0)
+    sums = {}
+    if config.sequence_mask is not None:
+        gone = sums["left_out"] = _left_out(inputs, on, rows, config.sequence_mask)
+        used = accepted & ~gone
 
     def terms_where(where: Tensor) -> TokenTerms:
         log_probs, advantages = torch.where(where, inputs.log_probs, 0.0), torch.where(where, inputs.advantages, 0.0)
@@ -65,14 +70,13 @@ def policy_loss(
             Terms(log_probs, old, advantages, where, is_weights, picked, inputs.row_log_ratios, rows, config)
         )
 
-    # A rollout's ratio belongs to all of its tokens, the rejected ones too.
+    # A rollout's ratio belongs to all of its tokens, those that are not used too.
     terms = terms_where(on if config.loss in SEQUENCE_LOSSES else used)
     policy = torch.where(used, terms.loss, 0.0)
     if correction is not None and config.loss != "vespo":  # vespo has them in its rollout's weight
         policy = policy * torch.where(used, correction, 0.0)
     token_losses = policy * weight
     policy_share = token_losses.detach()
-    sums = {}
     if inputs.ref_log_probs is not None:
         assert config.kl is not None
         log_probs = torch.where(on, inputs.log_probs, 0.0)
@@ -95,7 +99,7 @@ def policy_loss(
         return per_row.sum() * scale
 
     with torch.no_grad():
-        seen = terms if correction is None else terms_where(on)
+        seen = terms if used is on else terms_where(on)
         sums |= {
             "clipped": seen.clipped & on,
             "bounded": seen.bounded & on,
@@ -104,7 +108,7 @@ def policy_loss(
             "tokens": on,
             "capped": capped & on,
             "missing": missing & on,
-            "rejected": on & ~used,
+            "rejected": on & ~accepted,
             "is_weight": on if correction is None else torch.where(on, correction, 0.0),
         }
         added = {name: values.detach().to(torch.float64).sum() for name, values in sums.items()}
@@ -123,14 +127,20 @@ def _correction(
         parts.append(rows.spread(inputs.row_is_weights))
     if inputs.is_weights is not None:
         parts.append(torch.where(on, inputs.is_weights, 1.0))
-    if inputs.rollout_log_probs is not None:
+    if inputs.rollout_log_probs is not None and config.corrections:
         old, rollout = (
             torch.where(on, values.detach(), 0.0) for values in (inputs.old_log_probs, inputs.rollout_log_probs)
         )
-        missing_rule = config.corrections[0].missing if config.corrections else "neutral"
+        missing_rule = config.corrections[0].missing
         weight, capped, missing = token_weights(old, rollout, config.token_correction, missing_rule)
         parts.append(weight)
     correction = None
     for part in parts:
         correction = part if correction is None else correction * part
     return correction, capped, missing
+
+
+def _left_out(inputs: TokenInputs, on: Tensor, rows: Rows, mask: SequenceMask) -> Tensor:
+    sampled = inputs.old_log_probs if mask.log_probs == "old" else inputs.rollout_log_probs
+    assert sampled is not None
+    return left_out(inputs.log_probs.detach(), sampled.detach(), inputs.advantages, on, rows, mask)

@@ -22,8 +22,8 @@ class TokenTerms(NamedTuple):
 
     loss: Tensor
     log_ratio: Tensor  # log_prob - old_log_prob, cut at the bound
-    clipped: Tensor  # bool: a clip took the gradient away, or (cispo) changed the coefficient
-    bounded: Tensor  # bool: the dual clip or delta bounded the loss, or a covariance loss picked the token
+    clipped: Tensor  # bool: a clip or a trust region took the gradient away, or (cispo) changed the coefficient
+    bounded: Tensor  # bool: the dual clip, delta or the ratio's cap bounded it, or a covariance loss picked the token
     saturated: Tensor  # bool: |log ratio| beyond the bound
 
 
@@ -163,6 +163,43 @@ def kl_cov(t: Terms) -> TokenTerms:
     return TokenTerms(loss, t.log_ratio(), t.never(), t.selected, t.saturated())
 
 
+def trust_region(t: Terms, divergence: Tensor) -> TokenTerms:
+    """-A sg(min(r, cap)) log_prob or -A min(r, cap), 0 where the divergence is beyond the limit."""
+    high = (t.raw > 0) & (divergence > t.config.divergence_high)
+    low = (t.raw < 0) & (divergence > t.config.divergence_low)
+    upwards, downwards = t.advantages > 0, t.advantages <= 0  # neither of NaN, which stays in the loss
+    outside = (high & upwards) | (low & downwards)
+    if t.config.two_sided:
+        outside = (high | low) & (upwards | downwards)
+    ratio, capped = t.log_ratio().exp(), t.never()
+    if t.config.ratio_cap is not None:
+        capped = (ratio > t.config.ratio_cap) & ~outside
+        ratio = ratio.clamp(max=t.config.ratio_cap)
+    loss = -t.advantages * (ratio if t.config.surrogate == "ratio" else ratio.detach() * t.log_probs)
+    return TokenTerms(torch.where(outside, 0.0, loss), t.log_ratio(), outside, capped, t.saturated())
+
+
+def dppo_tv(t: Terms) -> TokenTerms:
+    """The trust region of |p - q|."""
+    return trust_region(t, (t.log_probs.detach().exp() - t.old_log_probs.exp()).abs())
+
+
+def dppo_kl(t: Terms) -> TokenTerms:
+    """The trust region of q log(q / p) + (1 - q) log((1 - q) / (1 - p))."""
+    log_p, log_q = t.log_probs.detach(), t.old_log_probs
+    q = log_q.exp()
+    # 1e-8, so that a probability of 1 has a logarithm beside it, is verl's.
+    rest_p, rest_q = ((-torch.expm1(x)).clamp(min=0) + 1e-8 for x in (log_p, log_q))
+    drawn = torch.where(q == 0, 0.0, q * (log_q - log_p))
+    return trust_region(t, drawn + (1 - q) * (rest_q / rest_p).log())
+
+
+def dro(t: Terms) -> TokenTerms:
+    """-(A log_prob - beta / 2 (log r)^2)."""
+    loss = -(t.advantages * t.log_probs - t.config.dro_beta / 2 * t.raw.square())
+    return TokenTerms(loss, t.log_ratio(), t.never(), t.never(), t.never())
+
+
 TERMS: dict[str, Callable[[Terms], TokenTerms]] = {
     "reinforce": reinforce,
     "ppo": ppo,
@@ -173,4 +210,7 @@ TERMS: dict[str, Callable[[Terms], TokenTerms]] = {
     "gmpo": gmpo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
 }
