@@ -264,6 +264,8 @@ def test_the_mask_touches_the_policy_term_only() -> None:
     assert out.metrics["is_rejected_fraction"] == 0.0  # of the correction
     assert out.metrics["clip_fraction"] == 0.5  # the rollout that is left out is clipped as well
     assert out.metrics["approx_kl"] == pytest.approx(0.25)
+    alone = fa.LossConfig(sequence_mask=fa.SequenceMask(0.1))
+    assert run(alone, log_probs, old, torch.tensor([-1.0, -1.0]))[0].metrics["clip_fraction"] == 0.5
 
 
 @pytest.mark.parametrize("preset", ["gspo/trl", "vespo", "gmpo"])
@@ -293,7 +295,7 @@ def test_losses_from_hidden_states_and_in_graphs() -> None:
     log_probs = fa.linear_log_probs(hidden, weight.detach(), labels).log_probs
     old = log_probs + torch.tensor([[0.5], [0.0]])
     given = {"config": fa.LossConfig("cispo", sequence_mask=fa.SequenceMask(0.2))}
-    fa.linear_policy_loss(hidden, weight, labels, old, -torch.ones(2), mask, **given).loss.backward()
+    fa.linear_policy_loss(hidden, weight, labels, old, -torch.ones(2), mask, chunk_tokens=4, **given).loss.backward()
     (mine, weight.grad) = (weight.grad, None)
     leaf = fa.linear_log_probs(hidden, weight, labels).log_probs
     fa.policy_loss(leaf, old, torch.tensor([0.0, -1.0]), mask, config="cispo/verl").loss.backward()
