@@ -6,7 +6,6 @@ docs/step_record.md describes every field; fastadv/record_file.py writes and rea
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import types
 import typing
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult
+from fastadv.arms.text import arm_settings
 from fastadv.batch import Batch
 from fastadv.outcomes import Outcome
 from fastadv.record_measures import measure, read
@@ -136,7 +136,7 @@ class StepRecord:
     Attributes:
         step: number of the update, from 0 or from 1 as the trainer counts.
         arm: name of the arm.
-        arm_settings: every field of the arm; outcomes by name.
+        arm_settings: every field of the arm but its name, as `fastadv.arm_to_dict` writes them.
         run: name of the run, to tell seeds apart.
         versions: of "fastadv", "torch" and whatever the trainer names.
         statistics_hash: SHA-256 of the frozen statistics, `FrozenStatistics.hash`.
@@ -322,7 +322,6 @@ class StepRecord:
             parts = ("mean", "most", "in_flight", "in_queue")
             ages = {part: m[f"staleness/{part}"] for part in parts if told}
             staleness = Staleness(**ages, dropped_groups=dropped_groups, kept_groups=kept_groups)
-        tosses = arm.fraction < 1
         return cls(
             step=step,
             arm=arm.name,
@@ -330,7 +329,7 @@ class StepRecord:
             run=run,
             versions={"fastadv": __version__, "torch": torch.__version__, **(trainer or {})},
             statistics_hash=statistics.hash,
-            coin_seed=arm.seed if coin_seed is None and tosses else coin_seed,
+            coin_seed=arm.seed if coin_seed is None and arm.tosses else coin_seed,
             prompts=sampled.groups.num_groups,
             mixed_prompts=int(m["mixed_prompts"]),
             rollouts=sampled.num_rollouts,
@@ -372,17 +371,6 @@ class StepRecord:
 
 
 OUTCOMES = tuple(outcome.name.lower() for outcome in Outcome)
-
-
-def arm_settings(arm: Arm) -> dict[str, Any]:
-    """Every field of an arm but its name, as JSON has it; outcomes and endings by name."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return [plain(item) for item in value]
-        return value.name if isinstance(value, enum.Enum) else value
-
-    return {f.name: plain(getattr(arm, f.name)) for f in dataclasses.fields(arm) if f.name != "name"}
 
 
 # ---- what a field may hold -------------------------------------------------------------------------------------------

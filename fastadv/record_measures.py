@@ -48,9 +48,8 @@ def measure(
                 device=device,
             )  # fmt: skip
     found = _outcomes(sampled, ran_tests)
-    tokens = _segment_tokens(batch)
-    sums = prompt_sums(arm, result, batch, statistics, tokens)
-    reference = prompt_sums(REFERENCE, REFERENCE.apply(batch, statistics), batch, statistics, tokens)
+    sums = prompt_sums(arm, result, batch, statistics)
+    reference = prompt_sums(REFERENCE, REFERENCE.apply(batch, statistics), batch, statistics)
     found |= _advantages("arm", sums) | _advantages("reference", reference)
     found |= _baseline(sums, batch)
     if seconds is not None:
@@ -68,15 +67,6 @@ def measure(
 def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient; NaN unless the denominator is positive."""
     return torch.where(denominator > 0, numerator / denominator, math.nan)
-
-
-def _segment_tokens(batch: Batch) -> Tensor:
-    """Sampled tokens in each segment, `[S]`, without waiting for the device."""
-    index = batch.segments
-    on = batch.mask & (batch.turn_ids >= 0)
-    segment = torch.where(on, batch.rows.spread(index.offsets[:-1]) + batch.turn_ids, 0)
-    counts = torch.zeros(index.count + 1, dtype=torch.int64, device=on.device)  # one to spare: a batch without any
-    return counts.index_add(0, segment.reshape(-1), on.reshape(-1).to(torch.int64))[: index.count]
 
 
 def _outcomes(sampled: Batch, ran_tests: Tensor | None) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import fastadv as fa
-from fastadv.record import ByOutcome, Counts, Spread, StepRecord, arm_settings
+from fastadv.arms.text import arm_settings
+from fastadv.record import ByOutcome, Counts, Spread, StepRecord
 
 ARMS = {arm.name: arm for arm in fa.question_one_arms()}
 

@@ -269,6 +269,15 @@ def test_named_arms_on_the_kernels(name: str, backend: str) -> None:
         assert not result.advantages.values[result.excluded[row]].any()
 
 
+@pytest.mark.parametrize("name", fa.ARMS)
+def test_named_arms_have_step_records(name: str) -> None:
+    batch, arm = make(), fa.ARMS[name](seed=5)
+    statistics = arm.freeze(batch)
+    record = fa.StepRecord.of(batch, arm.apply(batch, statistics), statistics, step=0, arm=arm)
+    assert fa.arm_from_dict({"name": name, **record.arm_settings}) == arm
+    assert record.coin_seed == (5 if arm.tosses else None)
+
+
 def test_a_loss_takes_what_an_arm_gives() -> None:
     """Every named arm, packed and padded: the same gradient."""
     for name, named in fa.ARMS.items():

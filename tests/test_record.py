@@ -68,7 +68,7 @@ def test_a_batch_by_hand(layout: str) -> None:
     )
     close = lambda value: pytest.approx(value, rel=1e-6)  # noqa: E731 - the shortest name for it; advantages are float32
     assert (r.step, r.arm, r.run) == (7, "b", "")
-    assert r.arm_settings["excludes"] == ["BUDGET"]
+    assert r.arm_settings["excludes"] == ["budget"]
     assert r.arm_settings.keys() == {f.name for f in dataclasses.fields(fa.Arm)} - {"name"}
     assert r.versions == {"fastadv": fa.__version__, "torch": torch.__version__, "trainer": "mine 1"}
     assert r.coin_seed is None

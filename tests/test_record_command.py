@@ -14,7 +14,8 @@ from command import DOCS, fails, fastadv
 from step_records import ARMS, record, run
 
 import fastadv as fa
-from fastadv.record import Bucket, ByOutcome, LongCorrect, Staleness, StepRecord, arm_settings
+from fastadv.arms.text import arm_settings
+from fastadv.record import Bucket, ByOutcome, LongCorrect, Staleness, StepRecord
 from fastadv.replay.plots import label
 from fastadv.replay.record_plots import NamedRun, long_correct_totals, rates_of_change, record_figures
 from fastadv.replay.record_report import report, role_of
@@ -145,6 +146,12 @@ def test_roles_come_from_the_arms_settings() -> None:
     assert role_of(run(2, "b", learning_rate_multiplier=lambda s: 1.0)) == "matched"
     timeouts = fa.Arm("t", excludes=(fa.Outcome.INFRA,))
     assert role_of([replace(record(), arm_settings=arm_settings(timeouts))]) == ""
+    named = {name: role_of([replace(record(), arm_settings=arm_settings(make()))]) for name, make in fa.ARMS.items()}
+    assert {name: role for name, role in named.items() if role} == {
+        "none": "reference", "never-drop": "reference", "oracle": "reference", "mask": "mask", "matched-update": "mask",
+        "survivors": "survivors",
+    }  # fmt: skip
+    assert role_of([replace(record(), arm_settings={"of": "another version"})]) == ""
 
 
 def test_what_was_repeated_or_torn_is_said(tmp_path: Path) -> None:

@@ -41,11 +41,12 @@ def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
 
 
 def segment_sums(batch: Batch, index: Segments, per_token: Tensor) -> Tensor:
-    """Sum over the sampled tokens of each segment, `[S]` float64."""
+    """Sum over the sampled tokens of each segment, `[S]` float64. Waits for no device."""
     on = batch.mask & (index.turn_ids >= 0)
-    segment = batch.rows.spread(index.offsets[:-1])[on] + index.turn_ids[on]
-    zeros = torch.zeros(index.count, dtype=torch.float64, device=per_token.device)
-    return zeros.index_add(0, segment, per_token[on].to(torch.float64))
+    segment = torch.where(on, batch.rows.spread(index.offsets[:-1]) + index.turn_ids, index.count)
+    sums = torch.zeros(index.count + 1, dtype=torch.float64, device=per_token.device)  # the last of tokens without one
+    values = torch.where(on, per_token.to(torch.float64), 0.0)
+    return sums.index_add(0, segment.reshape(-1), values.reshape(-1))[: index.count]
 
 
 def rollout_means(batch: Batch, index: Segments, values: Tensor) -> Tensor:

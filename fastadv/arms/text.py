@@ -47,6 +47,11 @@ def arm_to_dict(arm: Arm) -> dict[str, Any]:
     return {"name": arm.name, **_written(arm)}
 
 
+def arm_settings(arm: Arm) -> dict[str, Any]:
+    """Every field of an arm but its name, those with the default too, written as `arm_to_dict` writes them."""
+    return {f.name: _plain(getattr(arm, f.name)) for f in fields(arm) if f.name != "name"}
+
+
 def _written(value: Any) -> dict[str, Any]:
     found = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != _default(f)}
     found.pop("name", None)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastadv.arms import CAPPED, arm_from_dict
 from fastadv.record import StepRecord
 from fastadv.record_file import RecordError, last_of_each_step, read_records
 from fastadv.replay.errors import ReplayError, counted, plain
@@ -110,14 +111,19 @@ def rescue_probability(role: str) -> float | None:
 
 def role_of(records: Run) -> str:
     """What a run is in the predictions, by the settings of its arm; "" where these do not say it."""
-    settings = records[0].arm_settings
-    excludes, baseline = settings.get("excludes"), settings.get("baseline")
-    matched = any(r.learning_rate_multiplier is not None for r in records)
-    if excludes == [] and baseline in ("mean", "loo"):
-        return REFERENCE
-    if excludes != ["BUDGET"] or settings.get("fraction") != 1 or baseline not in ("mean", "loo"):
+    try:
+        arm = arm_from_dict({"name": records[0].arm, **records[0].arm_settings})
+    except (ValueError, TypeError):  # of a version with other fields
         return ""
-    if settings.get("population") == "survivors":
+    matched = any(r.learning_rate_multiplier is not None for r in records)
+    if arm.baseline not in ("mean", "loo") or arm.groups != "all" or arm.row_weights or arm.token_weights:
+        return ""
+    if not arm.excludes_any:
+        return REFERENCE
+    other = arm.endings or arm.condition or arm.fraction != 1 or arm.population == "removed"
+    if arm.excludes != CAPPED or other:
+        return ""
+    if arm.population == "survivors":
         return "" if matched else SURVIVORS
     return MATCHED if matched else MASK
 
