@@ -22,9 +22,11 @@ FORMS = sorted(oracle.FORMS)
 NAN = math.nan
 
 
-def close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
+def close(actual: Any, expected: Any, tolerance: float = 1e-9, *, name: str = "") -> None:
     expected = torch.as_tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}" if name else m
+    )
 
 
 def test_the_oracle_knows_every_estimator_of_rollouts() -> None:
@@ -81,71 +83,84 @@ def rewards_of(batch: dict[str, Any]) -> Tensor:
     return torch.tensor(batch["rewards"], dtype=torch.float64)
 
 
+# A batch serves all estimators of a method: to draw it takes longer than to run them.
+METHODS = sorted({form.method for form in oracle.FORMS.values()})
+
+
+def of_method(method: str) -> list[tuple[str, oracle.Form]]:
+    return [(name, form) for name, form in sorted(oracle.FORMS.items()) if form.method == method]
+
+
 @pytest.mark.row(39, 50)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("method", METHODS)
 @given(data=st.data())
-def test_loops(name: str, backend: str, data: Any) -> None:
-    form = oracle.FORMS[name]
-    batch = data.draw(batches(smallest=2 if form.method == "passk" else 1))
-    lengths = batch["lengths"] if form.method == "length" else None
+def test_loops(method: str, backend: str, data: Any) -> None:
+    batch = data.draw(batches(smallest=2 if method == "passk" else 1))
+    lengths = batch["lengths"] if method == "length" else None
     extra = {} if lengths is None else {"lengths": torch.tensor(lengths)}
-    actual = fa.estimate(name, rewards_of(batch), batch["labels"], backend=backend, **extra)
-    close(actual.advantages, oracle.rollouts(form, batch["rewards"], batch["labels"], lengths=lengths))
-    assert actual.advantages.dtype == torch.float64
-    narrow = fa.estimate(name, rewards_of(batch).float(), batch["labels"], backend=backend, **extra).advantages
-    assert narrow.dtype == torch.float32
-    for label in set(batch["labels"]):
-        rows = [row for row, other in enumerate(batch["labels"]) if other == label]
-        if len(rows) > 1 and len({batch["rewards"][row] for row in rows}) == 1:
-            assert not actual.advantages[rows].any()  # exactly 0 without spread
-            assert not narrow[rows].any()
+    groups = [[row for row, other in enumerate(batch["labels"]) if other == label] for label in set(batch["labels"])]
+    equal = [rows for rows in groups if len(rows) > 1 and len({batch["rewards"][row] for row in rows}) == 1]
+    for name, form in of_method(method):
+        actual = fa.estimate(name, rewards_of(batch), batch["labels"], backend=backend, **extra).advantages
+        close(actual, oracle.rollouts(form, batch["rewards"], batch["labels"], lengths=lengths), name=name)
+        assert actual.dtype == torch.float64
+        narrow = fa.estimate(name, rewards_of(batch).float(), batch["labels"], backend=backend, **extra).advantages
+        assert narrow.dtype == torch.float32
+        for rows in equal:  # exactly 0 without spread
+            assert not actual[rows].any(), name
+            assert not narrow[rows].any(), name
 
 
 @pytest.mark.row(4, 5, 50)
-@pytest.mark.parametrize("name", [n for n in FORMS if "include" in fa.ESTIMATORS[n].reads])
+@pytest.mark.parametrize("method", METHODS)
 @given(data=st.data())
-def test_loops_with_filtered_rollouts(name: str, data: Any) -> None:
+def test_loops_with_filtered_rollouts(method: str, data: Any) -> None:
     """Filtered rollouts get 0; whether they vote is the owner's affair, and where they do not, NaN may stand there."""
-    form = oracle.FORMS[name]
     batch = data.draw(batches(smallest=2))
     include = batch["include"]
-    if form.method == "passk":
+    if method == "passk":
         include = [True] * 2 * len(include)  # a filtered rollout still votes, and there is no group of one
         include = include[: len(batch["rewards"])]
-    if form.survivors:
-        batch["rewards"] = [r if keep else NAN for r, keep in zip(batch["rewards"], include, strict=True)]
-    lengths = batch["lengths"] if form.method == "length" else None
+    lengths = batch["lengths"] if method == "length" else None
     extra = {} if lengths is None else {"lengths": torch.tensor(lengths)}
     kept = torch.tensor(include)
-    actual = fa.estimate(name, rewards_of(batch), batch["labels"], include=kept, **extra).advantages
-    close(actual, oracle.rollouts(form, batch["rewards"], batch["labels"], include=include, lengths=lengths))
-    assert not actual[~kept].any()
+    for name, form in of_method(method):
+        if "include" not in fa.ESTIMATORS[name].reads:
+            continue
+        known = zip(batch["rewards"], include, strict=True)
+        rewards = [r if keep or not form.survivors else NAN for r, keep in known]
+        given = torch.tensor(rewards, dtype=torch.float64)
+        actual = fa.estimate(name, given, batch["labels"], include=kept, **extra).advantages
+        exact = oracle.rollouts(form, rewards, batch["labels"], include=include, lengths=lengths)
+        close(actual, exact, name=name)
+        assert not actual[~kept].any(), name
 
 
-@pytest.mark.parametrize("name", [n for n in FORMS if oracle.FORMS[n].nan])
 @given(batch=batches())
-def test_loops_with_unscored_rollouts(name: str, batch: dict[str, Any]) -> None:
+def test_loops_with_unscored_rollouts(batch: dict[str, Any]) -> None:
     rewards = [NAN if gone else r for r, gone in zip(batch["rewards"], batch["absent"], strict=True)]
-    for include in (None, batch["include"]):
-        extra = {} if include is None else {"include": torch.tensor(include)}
-        actual = fa.estimate(name, torch.tensor(rewards, dtype=torch.float64), batch["labels"], **extra).advantages
-        close(actual, oracle.rollouts(oracle.FORMS[name], rewards, batch["labels"], include=include))
+    for name in (n for n in FORMS if oracle.FORMS[n].nan):
+        for include in (None, batch["include"]):
+            extra = {} if include is None else {"include": torch.tensor(include)}
+            actual = fa.estimate(name, torch.tensor(rewards, dtype=torch.float64), batch["labels"], **extra).advantages
+            close(actual, oracle.rollouts(oracle.FORMS[name], rewards, batch["labels"], include=include), name=name)
 
 
-@pytest.mark.parametrize("name", [n for n in FORMS if "mask" in fa.ESTIMATORS[n].reads and "passk" not in n])
 @given(batch=batches())
-def test_loops_with_empty_rollouts(name: str, batch: dict[str, Any]) -> None:
+def test_loops_with_empty_rollouts(batch: dict[str, Any]) -> None:
     """Padded and packed; a rollout without a token does not vote, and its reward may be NaN."""
     present = [not gone for gone in batch["absent"]]
     rewards = [r if here else NAN for r, here in zip(batch["rewards"], present, strict=True)]
-    expected = oracle.rollouts(oracle.FORMS[name], rewards, batch["labels"], present=present)
     tensor = torch.tensor(rewards, dtype=torch.float64)
     mask = torch.arange(3) < 2 * torch.tensor(present)[:, None]
-    close(fa.estimate(name, tensor, batch["labels"], mask=mask).advantages, expected)
     cu_seqlens = torch.tensor([0, *present]).cumsum(0)
     packed = torch.ones(sum(present))
-    close(fa.estimate(name, tensor, batch["labels"], mask=packed, cu_seqlens=cu_seqlens).advantages, expected)
+    for name in (n for n in FORMS if "mask" in fa.ESTIMATORS[n].reads and "passk" not in n):
+        expected = oracle.rollouts(oracle.FORMS[name], rewards, batch["labels"], present=present)
+        close(fa.estimate(name, tensor, batch["labels"], mask=mask).advantages, expected, name=name)
+        found = fa.estimate(name, tensor, batch["labels"], mask=packed, cu_seqlens=cu_seqlens).advantages
+        close(found, expected, name=name)
 
 
 @given(batch=batches())
@@ -352,19 +367,20 @@ def test_low_precision_and_whole_rewards(name: str, dtype: torch.dtype) -> None:
     close(result, exact, 1e-6)
 
 
-@pytest.mark.parametrize("name", [n for n in FORMS if oracle.FORMS[n].method != "gpg"])
 @given(batch=batches(smallest=2), seed=st.integers(0, 99))
-def test_order_labels_and_other_groups_do_not_matter(name: str, batch: dict[str, Any], seed: int) -> None:
-    """Permuted rows give permuted advantages, and each group alone gives what it gives in the batch."""
-    extra = {"lengths": torch.tensor(batch["lengths"])} if name == "opo/verl" else {}
+def test_order_labels_and_other_groups_do_not_matter(batch: dict[str, Any], seed: int) -> None:
+    """Permuted rows give permuted advantages, and each group alone gives what it gives in the batch. (Not of gpg, whose
+    factor is the whole batch's.)"""
     rewards, labels = rewards_of(batch), torch.tensor(batch["labels"])
-    whole = fa.estimate(name, rewards, labels, **extra).advantages
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    moved = {key: value[order] for key, value in extra.items()}
-    close(fa.estimate(name, rewards[order], 7 - labels[order], **moved).advantages, whole[order])
     one = labels == labels[0]
-    alone = {key: value[one] for key, value in extra.items()}
-    assert torch.equal(fa.estimate(name, rewards[one], labels[one], **alone).advantages, whole[one])
+    for name in (n for n in FORMS if oracle.FORMS[n].method != "gpg"):
+        extra = {"lengths": torch.tensor(batch["lengths"])} if name == "opo/verl" else {}
+        whole = fa.estimate(name, rewards, labels, **extra).advantages
+        moved = {key: value[order] for key, value in extra.items()}
+        close(fa.estimate(name, rewards[order], 7 - labels[order], **moved).advantages, whole[order], name=name)
+        alone = {key: value[one] for key, value in extra.items()}
+        assert torch.equal(fa.estimate(name, rewards[one], labels[one], **alone).advantages, whole[one]), name
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
