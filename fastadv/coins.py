@@ -16,6 +16,7 @@ from fastadv._graphs import constant_in_graphs
 from fastadv.groups import GroupIndex, Labels, group_index
 
 Ids = Tensor | Sequence[int | str]
+EXCLUSION, RESCUE = "arm exclusion", "rescue"  # streams
 
 STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as int64: splitmix64's increment
 
@@ -38,7 +39,7 @@ def number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def uniforms(seed: int, ids: Tensor | Sequence[int | str], stream: str = "") -> Tensor:
+def uniforms(seed: int, ids: Ids, stream: str = "") -> Tensor:
     """A number in [0, 1) for each id, `[n]` float64: a hash of (seed, stream, id) and of nothing else.
 
     The id's element of the splitmix64 sequence that starts at a mix of the seed and the stream's name; strings are
@@ -62,7 +63,7 @@ def uniforms(seed: int, ids: Tensor | Sequence[int | str], stream: str = "") -> 
     return shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
-def keep(seed: int, ids: Tensor | Sequence[int | str], probability: float | Tensor, *, stream: str = "") -> Tensor:
+def keep(seed: int, ids: Ids, probability: float | Tensor, *, stream: str = "") -> Tensor:
     """Tosses one coin per id.
 
     The same seed and id give the same coin in every pass, process and restart, so a rollout that is looked at twice is
@@ -131,10 +132,10 @@ def exclusion_weights(seed: int, row_ids: Ids, hit: Tensor, fraction: float, *, 
         raise ValueError(
             "exclusion_weights: fraction is 1 and reweigh is set: nothing is left that could weigh for what is excluded"
         )
-    excluded = keep(seed, row_ids, fraction, stream="arm exclusion")
+    excluded = keep(seed, row_ids, fraction, stream=EXCLUSION)
     validation.tensor("exclusion_weights", "hit", hit, shape=tuple(excluded.shape), dtypes=(torch.bool,))
     spared = 1 / (1 - fraction) if reweigh else 1.0
-    return _weights(hit, ~excluded, spared)
+    return weights_of(hit, ~excluded, spared).to(torch.float32)
 
 
 def rescue_weights(seed: int, group_ids: Ids, stale: Tensor, keep_probability: float) -> Tensor:
@@ -166,7 +167,7 @@ def rescue_weights(seed: int, group_ids: Ids, stale: Tensor, keep_probability: f
         raise TypeError(
             "rescue_weights: group_ids is a GroupIndex, which numbers groups by their order in the batch; pass the ids"
         )
-    kept = keep(seed, group_ids, keep_probability, stream=RescueSampler.stream)
+    kept = keep(seed, group_ids, keep_probability, stream=RESCUE)
     validation.tensor("rescue_weights", "stale", stale, shape=tuple(kept.shape), dtypes=(torch.bool,))
     if validation.reads_values(stale):
         mixed_rows = in_any_row(group_ids, stale) & ~stale
@@ -176,12 +177,12 @@ def rescue_weights(seed: int, group_ids: Ids, stale: Tensor, keep_probability: f
                 f"rescue_weights: group {_label(group_ids, row)!r} is stale in some rows and fresh in row {row}; a "
                 "group is kept or dropped whole: stale=fa.in_any_row(group_ids, stale)"
             )
-    return _weights(stale, kept, 1 / keep_probability)
+    return weights_of(stale, kept, 1 / keep_probability).to(torch.float32)
 
 
-def _weights(hit: Tensor, kept: Tensor, weight: float) -> Tensor:
-    """1 where not hit, `weight` where hit and kept, else 0."""
-    return torch.where(hit, kept.to(hit.device).to(torch.float32) * weight, 1.0)
+def weights_of(hit: Tensor, kept: Tensor, weight: float) -> Tensor:
+    """1 where not hit, `weight` where hit and kept, else 0: `[B]` float64."""
+    return torch.where(hit, kept.to(device=hit.device, dtype=torch.float64) * weight, 1.0)
 
 
 def _label(ids: Ids, row: int) -> int | str:
@@ -233,7 +234,7 @@ class RescueSampler:
         stream: name of the coins' use, "rescue".
     """
 
-    stream = "rescue"
+    stream = RESCUE
 
     def __init__(self, keep_probability: float, seed: int = 0) -> None:
         _check_keep_probability("RescueSampler", keep_probability)

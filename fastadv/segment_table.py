@@ -76,6 +76,14 @@ class Segments:
         """Turns of each rollout, `[B]` int64."""
         return self.offsets.diff()
 
+    def spread(self, per_rollout: Tensor) -> Tensor:
+        """A value of each rollout at its segments, `[B]` to `[S]`."""
+        return torch.repeat_interleave(per_rollout, self.turns(), output_size=self.count)
+
+    def row_of_segment(self) -> Tensor:
+        """Rollout of each segment, `[S]` int64."""
+        return self.spread(torch.arange(self.num_rows, device=self.offsets.device))
+
 
 @dataclass(frozen=True, eq=False)
 class SegmentTable:

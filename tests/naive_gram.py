@@ -9,7 +9,6 @@ from torch import Tensor
 
 import fastadv as fa
 from fastadv.gradproj import SegmentGram
-from fastadv.gradproj.gram import rows_of_segments
 from fastadv.replay.policy import Policy
 
 
@@ -37,7 +36,7 @@ def naive_gram(policy: Policy, batches: fa.Batch | Sequence[fa.Batch], level: st
     rows, turns, rollouts = [], [], 0
     for batch in batches:
         if level == "turn":
-            row = rows_of_segments(batch)
+            row = batch.segments.row_of_segment()
             turn = torch.arange(batch.segments.count) - batch.segments.offsets[row]
         else:
             row = torch.arange(batch.num_rollouts)

@@ -17,7 +17,7 @@ from torch import Tensor
 import fastadv as fa
 from fastadv.arms import freeze, question_one_arms
 from fastadv.gradproj import SegmentGram, project
-from fastadv.gradproj.gram import TENSORS, batch_fingerprint, checkpoint_fingerprint, outline, rows_of_segments
+from fastadv.gradproj.gram import TENSORS, batch_fingerprint, checkpoint_fingerprint, outline
 from fastadv.replay.arm_table import prompt_sums
 from fastadv.replay.readers import ReadOptions, read
 
@@ -31,7 +31,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> fa.Batch:
 def gram(batch: fa.Batch) -> SegmentGram:
     size = batch.segments.count
     gradients = torch.randn(size, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = rows_of_segments(batch)
+    rows = batch.segments.row_of_segment()
     bare = SegmentGram(
         gradients @ gradients.T, rows, torch.arange(size) - batch.segments.offsets[rows], 40, 50, temperature=0.7,
         dtype="bfloat16", checkpoint="c0ffee",

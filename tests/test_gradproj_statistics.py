@@ -16,7 +16,6 @@ from torch import Tensor
 import fastadv as fa
 from fastadv.arms import Arm, freeze, question_one_arms
 from fastadv.gradproj import Projections, SegmentGram, project
-from fastadv.gradproj.gram import rows_of_segments
 from fastadv.gradproj.projections import arm_weights
 from fastadv.gradproj.scopes import partition, within_group, within_half
 from fastadv.gradproj.statistics import (
@@ -321,7 +320,7 @@ def test_an_arm_on_the_outline_is_the_arm_on_its_batches(gram: SegmentGram, batc
     expected = []
     for batch in batches:
         result = arm.apply(batch, freeze(batch))
-        expected.append(result.advantages.values * result.weights[rows_of_segments(batch)])
+        expected.append(result.advantages.values * batch.segments.spread(result.weights))
     assert torch.equal(arm_weights(arm, gram.rollouts).coefficients(gram), torch.cat(expected))
 
 

@@ -14,7 +14,6 @@ from fastadv.arms.rules import (
     StaleTokens,
     TokenCoins,
     TurnMask,
-    rescue_weights,
 )
 from fastadv.arms.text import arm_from_dict, arm_to_dict, arms_from_yaml, arms_to_yaml
 
@@ -45,5 +44,4 @@ __all__ = [
     "freeze",
     "named_arm",
     "question_one_arms",
-    "rescue_weights",
 ]

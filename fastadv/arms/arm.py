@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fastadv import validation
 from fastadv.arms.contradictions import contradiction
-from fastadv.arms.known import NOTHING, Known, of_groups
+from fastadv.arms.known import NOTHING, Known
 from fastadv.arms.rules import TOKEN_COINS, Condition, InverseProbability, Rescue, RowWeights, TokenWeights
 from fastadv.batch import Batch, pad
-from fastadv.coins import keep
+from fastadv.coins import EXCLUSION, in_any_row, keep
 from fastadv.ops.group_advantages import BASELINES, POPULATIONS, SCALES, group_advantages
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_positions
@@ -184,7 +184,7 @@ class Arm:
     def decided(self, batch: Batch, known: Known = NOTHING) -> Tensor:
         """Rollouts that it excludes unless a coin saves them, `[B]` bool."""
         hit = self.meets(batch, known)
-        return of_groups(batch, hit) if self.population == "removed" else hit
+        return in_any_row(batch.groups, hit) if self.population == "removed" else hit
 
     def meets(self, batch: Batch, known: Known = NOTHING) -> Tensor:
         """Rollouts that end as the arm says, and meet its condition, `[B]` bool."""
@@ -212,7 +212,7 @@ class Arm:
         """Rollouts that the arm takes out of the loss for how they ended, `[B]` bool."""
         hit = self.decided(batch, known)
         if self.fraction < 1:
-            hit = hit & keep(self.seed, batch.row_ids, self.fraction, stream="arm exclusion")
+            hit = hit & keep(self.seed, batch.row_ids, self.fraction, stream=EXCLUSION)
         return hit
 
     def segments(self, batch: Batch) -> Segments:
@@ -267,7 +267,7 @@ class Arm:
         removed = self._removed(batch)
         dropped = excluded if removed is None else excluded | removed
         weights = (~dropped).to(torch.float32)
-        values, row = table.values, rows_of(table.segments)
+        values, row = table.values, table.segments.row_of_segment()
         if self.row_weights is not None:
             factors = self._factors(self.row_weights, batch, known)
             if self.weighted == "reward":
@@ -303,14 +303,14 @@ class Arm:
             batch.rewards, batch.groups, baseline=self.baseline, population=population, include=include,
             singleton=self.singleton, scale=self.scale, ddof=ddof, statistics=statistics, backend=backend,
         )  # fmt: skip
-        return SegmentTable(torch.repeat_interleave(per_rollout, index.turns(), output_size=index.count), index)
+        return SegmentTable(index.spread(per_rollout), index)
 
     def _removed(self, batch: Batch) -> Tensor | None:
         """Rollouts of the groups that a group filter removes."""
         if self.groups == "all":
             return None
         solved = batch.outcomes == Outcome.SOLVED
-        return ~(of_groups(batch, solved) & of_groups(batch, ~solved))
+        return ~(in_any_row(batch.groups, solved) & in_any_row(batch.groups, ~solved))
 
 
 def _members(op: str, name: str, values: Sequence[IntEnum], kind: type[IntEnum]) -> tuple[IntEnum, ...]:
@@ -320,12 +320,6 @@ def _members(op: str, name: str, values: Sequence[IntEnum], kind: type[IntEnum])
             names = ", ".join(member.name for member in kind)
             raise TypeError(f"{op}: {name} holds {value!r}; pass members of {kind.__name__}: {names}")
     return tuple(values)
-
-
-def rows_of(index: Segments) -> Tensor:
-    """Rollout of each segment, `[S]`."""
-    rollouts = torch.arange(index.num_rows, device=index.offsets.device)
-    return torch.repeat_interleave(rollouts, index.turns(), output_size=index.count)
 
 
 def _freeze(batch: Batch, include: Tensor, index: Segments, kappa: float, backend: str) -> FrozenStatistics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastadv.arms.arm import Arm, rows_of
+from fastadv.arms.arm import Arm
 from fastadv.batch import Batch
 from fastadv.ops.group_advantages import group_advantages
 from fastadv.ops.turn_advantages import turn_advantages
@@ -22,12 +22,12 @@ def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
             batch.rewards, batch.groups, index, kappa=arm.kappa, singleton=arm.singleton, statistics=statistics,
             output="segments",
         )  # fmt: skip
-        return batch.rewards[rows_of(index)] - table.values
+        return index.spread(batch.rewards) - table.values
     if arm.population != "survivors":
         per_rollout = group_advantages(
             batch.rewards, batch.groups, baseline=arm.baseline, singleton=arm.singleton, statistics=statistics
         )
-        return torch.repeat_interleave(batch.rewards - per_rollout, index.turns(), output_size=index.count)
+        return index.spread(batch.rewards - per_rollout)
     # Excluded rollouts do not vote, so their baseline is the survivors' mean: there is nothing to leave out.
     survivors = statistics.population("survivors", "baselines").moments
     mean = survivors.minimum + divided(survivors.sum, survivors.weight)
@@ -37,7 +37,7 @@ def baselines(arm: Arm, batch: Batch, statistics: FrozenStatistics) -> Tensor:
     )  # fmt: skip
     assert statistics.include is not None
     per_rollout = torch.where(statistics.include, kept, mean[batch.groups.index])
-    return torch.repeat_interleave(per_rollout, index.turns(), output_size=index.count)
+    return index.spread(per_rollout)
 
 
 def segment_sums(batch: Batch, index: Segments, per_token: Tensor) -> Tensor:
@@ -52,6 +52,6 @@ def segment_sums(batch: Batch, index: Segments, per_token: Tensor) -> Tensor:
 def rollout_means(batch: Batch, index: Segments, values: Tensor) -> Tensor:
     """Mean over each rollout's sampled tokens of a value per segment, `[B]` float64; 0 where there are none."""
     tokens = segment_sums(batch, index, torch.ones_like(batch.mask))
-    row = rows_of(index)
+    row = index.row_of_segment()
     zeros = torch.zeros(batch.num_rollouts, dtype=torch.float64, device=values.device)
     return divided(zeros.index_add(0, row, tokens * values), zeros.index_add(0, row, tokens))

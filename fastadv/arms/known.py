@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from fastadv import validation
 from fastadv.batch import Batch
+from fastadv.coins import Ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Known:
     step: int | None = None
     stale: Tensor | None = None  # [B]
     keep_probability: Tensor | None = None  # [B]
-    group_ids: Tensor | Sequence[int | str] | None = None  # [B]
+    group_ids: Ids | None = None  # [B]
 
 
 NOTHING = Known()
@@ -55,14 +55,7 @@ def stale_rollouts(op: str, batch: Batch, after: int, known: Known) -> Tensor:
     return batch.rows.sum((batch.mask & (versions < step - after)).to(torch.int64)) > 0
 
 
-def of_groups(batch: Batch, rollouts: Tensor) -> Tensor:
-    """Rollouts whose group has one of these, `[B]` bool."""
-    groups = batch.groups
-    hits = torch.zeros(groups.num_groups, dtype=torch.int64, device=rollouts.device)
-    return hits.index_add(0, groups.index, rollouts.to(torch.int64))[groups.index] > 0
-
-
-def group_ids(op: str, batch: Batch, known: Known) -> Tensor | Sequence[int | str]:
+def group_ids(op: str, batch: Batch, known: Known) -> Ids:
     """What the coins of groups are tossed by, `[B]`."""
     if known.group_ids is not None:
         if len(known.group_ids) != batch.num_rollouts:

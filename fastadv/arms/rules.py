@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.arms.known import Known, group_ids, newest, of_groups, sampled_ranks, stale_rollouts
+from fastadv.arms.known import Known, group_ids, newest, sampled_ranks, stale_rollouts
 from fastadv.batch import Batch
-from fastadv.coins import keep, mixed, uniforms
+from fastadv.coins import RESCUE, in_any_row, keep, mixed, uniforms, weights_of
 from fastadv.outcomes import Outcome
 
 # What a mask looks at: nothing but coins, the prefix of each token, or how the rollout ended.
@@ -115,7 +114,8 @@ class InverseProbability:
 
 @dataclass(frozen=True)
 class Rescue:
-    """Stale groups are kept with a known probability, by one coin a group, and then weighted by its inverse.
+    """Stale groups are kept with a known probability, by one coin a group, and then weighted by its inverse: the coins
+    of `fastadv.rescue_weights`.
 
     Attributes:
         keep: probability, in (0, 1].
@@ -131,20 +131,12 @@ class Rescue:
 
     def weights(self, op: str, batch: Batch, chance: Tensor, seed: int, known: Known) -> Tensor:
         """`[B]` float64: 1, 0 or 1/keep."""
-        stale = of_groups(batch, stale_rollouts(op, batch, self.stale_after, known))
-        return rescue_weights(seed, group_ids(op, batch, known), stale, self.keep)
+        stale = in_any_row(batch.groups, stale_rollouts(op, batch, self.stale_after, known))
+        kept = keep(seed, group_ids(op, batch, known), self.keep, stream=RESCUE)
+        return weights_of(stale, kept, 1 / self.keep)
 
 
 RowWeights = InverseProbability | Rescue
-
-
-def rescue_weights(seed: int, ids: Tensor | Sequence[int | str], stale: Tensor, probability: float) -> Tensor:
-    """Weights of groups of which stale ones are kept by a coin: `[n]` float64, 1 where fresh, else 0 or 1/probability.
-
-    The coin is a function of seed and id alone, so a group that is looked at in several passes is tossed for once.
-    """
-    kept = keep(seed, ids, probability, stream="rescue").to(device=stale.device, dtype=torch.float64)
-    return torch.where(stale, kept / probability, 1.0)
 
 
 # ---- weights of tokens -----------------------------------------------------------------------------------------------

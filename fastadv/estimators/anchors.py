@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-import torch
-
 from fastadv.groups import GroupIndex, Labels, group_index
 from fastadv.segment_table import Segments
 
@@ -36,7 +34,7 @@ def anchor_groups(
     if groups.num_rows != segments.num_rows:
         raise ValueError(f"{op}: group_ids has {groups.num_rows} labels, turn_ids {segments.num_rows} rollouts")
     device = segments.offsets.device
-    prompt = torch.repeat_interleave(groups.index.to(device), segments.turns(), output_size=segments.count)
+    prompt = segments.spread(groups.index.to(device))
     return group_index(prompt * max(labels.num_groups, 1) + labels.index.to(device), op=op)
 
 

@@ -71,7 +71,7 @@ def _check_anchors(anchors: GroupIndex, groups: GroupIndex, index: Segments) -> 
     if anchors.num_rows != index.count:
         raise ValueError(f"{OP}: anchor_ids has {anchors.num_rows} labels, but there are {index.count} turns")
     if validation.reads_values(anchors.index, groups.index):
-        prompt = torch.repeat_interleave(groups.index, index.turns(), output_size=index.count)  # [S]
+        prompt = index.spread(groups.index)  # [S]
         first = prompt.index_select(0, anchors.order.index_select(0, anchors.offsets[:-1]))
         if not torch.equal(first.index_select(0, anchors.index), prompt):
             raise ValueError(f"{OP}: anchor_ids puts turns of two prompts into one group; build it with anchor_groups")
@@ -92,7 +92,7 @@ def gigpo(inputs: Inputs, *, cross_steps: bool) -> Estimate:
         eps=convention.eps,
         backend=inputs.backend,
     )
-    values = torch.repeat_interleave(episode, index.turns(), output_size=index.count)
+    values = index.spread(episode)
     table = SegmentTable(values + (inputs.options["omega"] * step).to(values.dtype), index)
     return Estimate(table, table)
 

@@ -244,13 +244,6 @@ def segment_tokens_count(batch: Batch) -> Tensor:
     return torch.bincount(segment, minlength=index.count)
 
 
-def rows_of_segments(batch: Batch) -> Tensor:
-    """Rollout of each segment, `[S]` int64."""
-    index = batch.segments
-    rollouts = torch.arange(batch.num_rollouts, device=index.offsets.device)
-    return torch.repeat_interleave(rollouts, index.turns(), output_size=index.count)
-
-
 def checkpoint_fingerprint(model: nn.Module) -> str:
     """SHA-256 over names, dtypes, shapes and values of a model's parameters, a tied one once."""
     digest = hashlib.sha256(b"fastadv checkpoint 1")
@@ -333,7 +326,7 @@ def _check_rollouts(op: str, gram: SegmentGram, rollouts: Batch, tokens: Tensor)
     if gram.level == "rollout" and gram.size:
         same = gram.size == rollouts.num_rollouts
     else:
-        rows = rows_of_segments(rollouts)
+        rows = rollouts.segments.row_of_segment()
         turns = torch.arange(index.count) - index.offsets[rows]
         same = torch.equal(gram.rows.cpu(), rows) and torch.equal(gram.turns.cpu(), turns)
     if not same:

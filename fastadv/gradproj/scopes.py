@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastadv.batch import Batch
 from fastadv.coins import uniforms
-from fastadv.gradproj.gram import SegmentGram, rows_of_segments
+from fastadv.gradproj.gram import SegmentGram
 from fastadv.ops.group_advantages import group_advantages
 from fastadv.outcomes import Outcome
 from fastadv.segment_table import SegmentTable
@@ -52,7 +52,7 @@ class Weighted:
             return weighted
         if index.num_rows != gram.size:
             raise ValueError(f"coefficients: {index.num_rows} rollouts, but the Gram has {gram.size}")
-        rows = torch.repeat_interleave(torch.arange(index.num_rows), index.turns(), output_size=index.count)
+        rows = index.row_of_segment()
         per_rollout = torch.zeros(gram.size, dtype=torch.float64)
         per_rollout[rows] = weighted
         if not torch.equal(per_rollout[rows], weighted):
@@ -93,7 +93,7 @@ def partition(batch: Batch, seed: int) -> Partition:
     difficulty = torch.where(size > 0, difficulty, 3)
 
     index = batch.segments
-    turn = torch.arange(index.count) - index.offsets[rows_of_segments(batch)] + 1
+    turn = torch.arange(index.count) - index.offsets[index.row_of_segment()] + 1
     return Partition(half, difficulty, torch.bucketize(turn, torch.tensor(TURN_EDGES)))
 
 
@@ -111,4 +111,4 @@ def within_group(values: Tensor, batch: Batch) -> Weighted:
 
 def _leave_one_out(values: Tensor, batch: Batch, labels: Tensor) -> SegmentTable:
     advantages = group_advantages(values.to(torch.float64), labels, baseline="loo")
-    return SegmentTable(advantages[rows_of_segments(batch)], batch.segments)
+    return SegmentTable(batch.segments.spread(advantages), batch.segments)

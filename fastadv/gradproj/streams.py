@@ -112,7 +112,7 @@ def layout(
         index = batch.segments
         count = batch.num_rollouts
         if level == "turn":
-            row = torch.repeat_interleave(torch.arange(count), index.turns(), output_size=index.count)
+            row = index.row_of_segment()
             rows.append(rollouts + row)
             turns.append(torch.arange(index.count) - index.offsets[row])
         else:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult
-from fastadv.arms.arm import rows_of
 from fastadv.arms.baselines import baselines, segment_sums
 from fastadv.batch import Batch
 from fastadv.outcomes import Outcome
@@ -68,7 +67,7 @@ def prompt_sums(
     def over_segment(per_token: Tensor) -> Tensor:
         return scale * segment_sums(batch, index, per_token)
 
-    row = rows_of(index)
+    row = index.row_of_segment()
     kept = (~result.excluded).to(torch.float64)
     weighted = result.advantages.values.to(torch.float64) * result.weights.to(torch.float64)[row]
     baseline = baselines(arm, batch, statistics)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastadv.arms import Arm, freeze
 from fastadv.arms.baselines import baselines
 from fastadv.batch import Batch
-from fastadv.gradproj.gram import SegmentGram, rows_of_segments
+from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import DRAWS, arm_weights, project
 from fastadv.gradproj.scopes import DIFFICULTY_NAMES, partition
 from fastadv.gradproj.statistics import (
@@ -119,7 +119,7 @@ def norm_elasticity(
 def rollout_baselines(arm: Arm, batch: Batch) -> Tensor:
     """Baseline of each rollout, averaged over its turns, `[B]`."""
     values = baselines(arm, batch, freeze(batch, excludes=arm.excludes, kappa=arm.kappa))
-    row, turns = rows_of_segments(batch), batch.segments.turns()
+    row, turns = batch.segments.row_of_segment(), batch.segments.turns()
     return torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, row, values) / turns.clamp(min=1)
 
 
