@@ -191,7 +191,7 @@ BAD = [
     (sketch, {"values": torch.tensor([1.0, NAN])}, ValueError, r"values\[1\] is nan; it must be finite and below"),
     (sketch, {"size": 31}, ValueError, r"size is 31; it must be from 32 to 268435456"),
     (sketch, {"size": 2**28 + 1}, ValueError, r"size is 268435457"),
-    (sketch, {"size": 64.0}, TypeError, r"size is a float; pass an integer"),
+    (sketch, {"size": 64.0}, TypeError, r"size is 64\.0, a float; pass an integer"),
     (sketch, {"copies": 0}, ValueError, r"copies is 0; it must be from 1"),
     (sketch, {"row_offset": -1}, ValueError, r"row_offset is -1"),
     (sketch, {"column_offset": -32}, ValueError, r"column_offset is -32"),

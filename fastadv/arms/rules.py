@@ -14,9 +14,6 @@ from fastadv.batch import Batch
 from fastadv.coins import RESCUE, in_any_row, keep, mixed, uniforms, weights_of
 from fastadv.outcomes import Outcome
 
-# What a mask looks at: nothing but coins, the prefix of each token, or how the rollout ended.
-MASK_KINDS = ("none", "predictable", "outcome")
-
 
 def _probability(rule: str, name: str, value: float) -> None:
     validation.non_negative(rule, name, value)

@@ -126,8 +126,9 @@ class Estimator:
         equation: in plain text.
         code_path: file and function in the owner's repository, and the revision that was read.
         ddof: of the standard deviation; None: it has none.
-        eps: added to it; None: it has none.
-        eps_form: "add", "floor" or "positive", see `fastadv.group_advantages`; None: no standard deviation.
+        eps: see `eps_form`; None: it has none.
+        eps_form: "add", "floor" or "positive", see `fastadv.group_advantages`; of whitening "add to the variance" or
+            "floor of the variance", see `fastadv.whiten`; None: no standard deviation.
         singleton: what a group with one voter gets.
         masking: who votes and who gets an advantage, where rollouts are filtered or have no token.
         needs: inputs without which it is an error. "a|b": exactly one of the two.
@@ -179,8 +180,8 @@ def estimator(
     validation.choice(f"estimator {name!r}", "level", level, LEVELS)
     if not method or not variant or name in _registered:
         raise ValueError(f"estimator: {name!r} is taken, or not of the form method/owner")
-    for needed in (*needs, *reads):
-        for one in needed.split("|"):
+    for names in (*needs, *reads):
+        for one in names.split("|"):
             validation.choice(f"estimator {name!r}", "an input", one, tuple(INPUTS))
 
     def register(function: Function) -> Function:

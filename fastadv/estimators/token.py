@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastadv.estimators.groups import OPENRLHF, VERL, VERL_DATE
 from fastadv.estimators.registry import OP, Estimate, Inputs, estimator, needed
 from fastadv.ops.group_advantages import group_advantages
 from fastadv.ops.optimal_token_baseline import optimal_token_baseline
@@ -20,11 +21,16 @@ from fastadv.ops.whiten import over_ranks, whiten
 from fastadv.reference.whiten import mean_and_scale, merged
 from fastadv.rows import Rows
 
-VERL = "verl/trainer/ppo/core_algos.py:"
 MILES = "miles/backends/training_utils/loss_hub/math_utils.py:"
-OPENRLHF = "openrlhf/trainer/ppo_utils/experience_maker.py:compute_advantages_and_returns (2026-08-13)"
-WHITENED: dict[str, Any] = {"ddof": 1.0, "eps": 1e-8, "eps_form": "add"}  # of verl and Miles
-WHITENED_OPENRLHF: dict[str, Any] = {"ddof": 0.0, "eps": 1e-8, "eps_form": "floor"}
+WHITENED: dict[str, Any] = {"ddof": 1, "eps": 1e-8, "eps_form": "add"}  # of verl and Miles
+WHITENED_OPENRLHF: dict[str, Any] = {"ddof": 0, "eps": 1e-8, "eps_form": "floor"}
+
+EPS_FORMS = {"add": "add to the variance", "floor": "floor of the variance"}
+
+
+def _fields(convention: dict[str, Any]) -> dict[str, Any]:
+    """What the registry says of a convention of `fastadv.whiten`."""
+    return {**convention, "eps_form": EPS_FORMS[convention["eps_form"]]}
 
 
 def _returns(given: Inputs, **options: Any) -> TokenReturns:
@@ -47,10 +53,8 @@ def _whitened(given: Inputs, out: TokenReturns, convention: dict[str, Any]) -> T
     "reinforce_plus_plus/verl",
     level="token",
     equation="G_t = r_t + gamma G_n, n the next token of the mask; A = (G - mean) / sqrt(var + eps) over all tokens",
-    code_path=f"{VERL}compute_reinforce_plus_plus_outcome_advantage (0.9.1)",
-    ddof=1,
-    eps=1e-8,
-    eps_form="add to the variance",
+    code_path=f"{VERL}compute_reinforce_plus_plus_outcome_advantage{VERL_DATE}",
+    **_fields(WHITENED),
     singleton="none",
     masking="tokens of the mask only; rewards elsewhere do not count",
     needs=("rewards|token_rewards", "mask"),
@@ -69,9 +73,7 @@ def reinforce_plus_plus(given: Inputs) -> Estimate:
     equation="G_t = k_t + gamma G_(t+1), the discount through all tokens; R on the last token of the mask; whitened",
     code_path=f"{MILES}get_reinforce_plus_plus_returns, miles/utils/distributed_utils.py:distributed_masked_whiten "
     "(2026-08-21)",
-    ddof=1,
-    eps=1e-8,
-    eps_form="add to the variance",
+    **_fields(WHITENED),
     singleton="none",
     masking="tokens of the mask only; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "mask"),
@@ -89,9 +91,7 @@ def reinforce_plus_plus_miles(given: Inputs) -> Estimate:
     level="token",
     equation="as Miles', whitened by the variance over n, at least eps",
     code_path=OPENRLHF,
-    ddof=0,
-    eps=1e-8,
-    eps_form="floor of the variance",
+    **_fields(WHITENED_OPENRLHF),
     singleton="none",
     masking="tokens of the mask only; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "mask"),
@@ -124,10 +124,8 @@ def _whitened_rows(given: Inputs, rewards: Tensor, convention: dict[str, Any]) -
     "reinforce_plus_plus_baseline/verl",
     level="token",
     equation="A = R - mean_G at each token of the mask, whitened over all tokens",
-    code_path=f"{VERL}compute_reinforce_plus_plus_baseline_outcome_advantage (0.9.1)",
-    ddof=1,
-    eps=1e-8,
-    eps_form="add to the variance",
+    code_path=f"{VERL}compute_reinforce_plus_plus_baseline_outcome_advantage{VERL_DATE}",
+    **_fields(WHITENED),
     singleton="raw",
     masking="rollouts without a token vote in their group",
     needs=("rewards", "group_ids", "mask"),
@@ -144,9 +142,7 @@ def reinforce_plus_plus_baseline(given: Inputs) -> Estimate:
     level="token",
     equation="A_t = R - mean_G + k_t, whitened over all tokens",
     code_path=f"{MILES}get_reinforce_plus_plus_baseline_advantages (2026-08-21)",
-    ddof=1,
-    eps=1e-8,
-    eps_form="add to the variance",
+    **_fields(WHITENED),
     masking="rollouts without a token vote in their group; pass -kl_coef * KL as token_rewards, which is not summed up",
     needs=("rewards", "group_ids", "mask"),
     reads=("token_rewards", "process_group"),
@@ -173,9 +169,7 @@ def reinforce_plus_plus_baseline_miles(given: Inputs) -> Estimate:
     level="token",
     equation="A_t = R - mean_G + sum_(u >= t) k_u, whitened by the variance over n, at least eps",
     code_path=OPENRLHF,
-    ddof=0,
-    eps=1e-8,
-    eps_form="floor of the variance",
+    **_fields(WHITENED_OPENRLHF),
     masking="rollouts without a token vote in their group; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "group_ids", "mask"),
     reads=("token_rewards", "process_group"),
@@ -193,7 +187,7 @@ def reinforce_plus_plus_baseline_openrlhf(given: Inputs) -> Estimate:
     "remax/verl",
     level="token",
     equation="A_t = sum_(u >= t) r_u - R(greedy)",
-    code_path=f"{VERL}compute_remax_outcome_advantage (0.9.1)",
+    code_path=f"{VERL}compute_remax_outcome_advantage{VERL_DATE}",
     singleton="none",
     masking="tokens of the mask only; rewards elsewhere do not count",
     needs=("rewards|token_rewards", "greedy_rewards", "mask"),
@@ -208,10 +202,8 @@ def remax(given: Inputs) -> Estimate:
     "gae/verl",
     level="token",
     equation="A_t = r_t + gamma V_n - V_t + gamma lam A_n, n the next token of the mask; whitened. Returns A + V",
-    code_path=f"{VERL}compute_gae_advantage_return (0.9.1)",
-    ddof=1,
-    eps=1e-8,
-    eps_form="add to the variance",
+    code_path=f"{VERL}compute_gae_advantage_return{VERL_DATE}",
+    **_fields(WHITENED),
     singleton="none",
     masking="tokens of the mask only; verl leaves what its loss masks at other values than 0",
     needs=("rewards|token_rewards", "values", "mask"),
@@ -229,9 +221,7 @@ def gae(given: Inputs) -> Estimate:
     level="token",
     equation="as verl's, with R on the last token of the mask (#1827); whitened if asked",
     code_path=f"{MILES}get_advantages_and_returns_batch (2026-08-21)",
-    ddof=1,
-    eps=1e-8,
-    eps_form="add to the variance",
+    **_fields(WHITENED),
     singleton="none",
     masking="tokens of the mask only; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "values", "mask"),
@@ -263,7 +253,7 @@ def _token_baseline(given: Inputs, positions: str) -> Estimate:
     "otb/verl",
     level="token",
     equation="A = G - sum_i G_it W_it / (sum_i W_it + 1e-8), W_it = sum_(u <= t) (1 - 2 p_iu + sum p_iu^2) rho_iu^2",
-    code_path=f"{VERL}compute_optimal_token_baseline_advantage (0.9.1)",
+    code_path=f"{VERL}compute_optimal_token_baseline_advantage{VERL_DATE}",
     singleton="raw",
     masking="at a position, the rollouts of the group whose token there is of the mask",
     needs=("rewards|token_rewards", "group_ids", "mask", "log_probs", "sum_p2"),
@@ -279,7 +269,7 @@ def otb(given: Inputs) -> Estimate:
     "otb-tir/verl",
     level="token",
     equation="as otb/verl, positions counted in tokens of the mask",
-    code_path=f"{VERL}compute_multi_turn_optimal_token_baseline_advantage (0.9.1)",
+    code_path=f"{VERL}compute_multi_turn_optimal_token_baseline_advantage{VERL_DATE}",
     singleton="raw",
     masking="at a position, the rollouts of the group that have so many tokens of the mask; those without any are out",
     needs=("rewards|token_rewards", "group_ids", "mask", "log_probs", "sum_p2"),
