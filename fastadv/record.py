@@ -406,8 +406,14 @@ def checked(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, (dict, hint)):  # type: ignore[arg-type]
         found = value if isinstance(value, dict) else vars(value)
         return built(typing.cast("type[Any]", hint), found, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint in (int, float) and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            as_float = float(value)
+        except OverflowError as error:  # and no plot or table could hold it
+            raise ValueError(
+                f"field {where!r} is an integer with {len(f'{abs(value):x}')} hexadecimal digits"
+            ) from error
+        return as_float if hint is float else value
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     shown = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)
@@ -434,12 +440,17 @@ def built(kind: type[Kind], values: dict[str, Any], where: str) -> Kind:
     return kind(**{name: checked(value, types_[name], prefix + name) for name, value in values.items()})
 
 
-def _json(value: Any, where: str) -> Any:
+DEPTH = 100  # of lists and objects within each other: all that reads, copies or writes them is recursive
+
+
+def _json(value: Any, where: str, depth: int = 0) -> Any:
     """A value of the trainer's own: whatever JSON can hold."""
+    if depth > DEPTH:
+        raise ValueError(f"field {where[: where.find('[') + 1 or 40]!r} is nested too deeply")
     if isinstance(value, (list, tuple)):
-        return [_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_json(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     if isinstance(value, dict):
-        return {str(key): _json(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): _json(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -121,6 +121,10 @@ class RecordWriter:
             os.close(self._file)
         self._file, self.closed = None, True
 
+    def __del__(self) -> None:  # a writer that nobody has any more would hold the file's lock
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
     def __enter__(self) -> RecordWriter:
         return self
 
@@ -164,6 +168,8 @@ def _whole(line: bytes) -> bool:
         json.loads(line)
     except ValueError:  # of the encoding too
         return False
+    except RecursionError:  # a line without its end may still be whole: the reader says what is wrong with it
+        return line.rstrip().endswith(b"}")
     return True
 
 

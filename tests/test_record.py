@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
-from fastadv.record import Bucket, ByOutcome, Counts, LongCorrect, Spread, Staleness, StepRecord, hints
+from fastadv.record import Bucket, ByOutcome, Counts, LongCorrect, Spread, Staleness, StepRecord, arm_settings, hints
 from fastadv.record_file import from_line, last_of_each_step, to_line
 from fastadv.record_measures import measure
 
@@ -26,7 +26,7 @@ X = -1  # no version
 ARM = next(arm for arm in fa.question_one_arms() if arm.name == "b")  # mask the capped, all vote, leave-one-out
 
 
-def sampled_batch() -> fa.Batch:
+def sampled_batch(**more: Any) -> fa.Batch:
     """Prompt A: solved, failed, capped, solved though cut off. Prompt B: solved twice, and one without a result."""
     rows = [[1, 1, 0, 1], [1], [1, 0, 1, 0, 1], [1, 1], [1, 0, 1], [1, 1, 1, 1], [1, 0]]
     versions = [[3, 3, X, 5], [5], [2, X, 4, X, 5], [5, 5], [5, X, 5], [5] * 4, [1, X]]
@@ -39,6 +39,7 @@ def sampled_batch() -> fa.Batch:
         capped=torch.tensor([0, 0, 1, 1, 0, 0, 0]).bool(),
         row_ids=torch.arange(10, 17),
         versions=torch.tensor([v for row in versions for v in row]),
+        **more,
     )
 
 
@@ -126,6 +127,36 @@ def test_arms_on_the_same_statistics_report_the_same_hash_and_coins_their_seed()
     assert StepRecord.of(
         batch, ARM.apply(batch, statistics), statistics, step=0, arm=ARM, coin_seed=9
     ).coin_seed == 9  # fmt: skip
+
+
+ENDED = [
+    fa.Ending[name] for name in ("SUBMITTED", "SUBMITTED", "LENGTH_CAP", "TURN_CAP", "ENVIRONMENT", "VOID", "ERROR")
+]
+
+
+@pytest.mark.row(47)
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("name", fa.ARMS)
+def test_every_named_arm_has_a_record(name: str, layout: str) -> None:
+    sampled = sampled_batch()
+    ids = fa.TokenIds(torch.arange(21), sampled.cu_seqlens)
+    sampled = sampled_batch(endings=torch.tensor(ENDED), token_ids=ids)
+    sampled = getattr(sampled, layout)()
+    batch, arm = sampled.select(sampled.outcomes != fa.Outcome.INFRA), fa.named_arm(name, seed=5)
+    statistics = arm.freeze(batch)
+    r = StepRecord.of(batch, arm.apply(batch, statistics), statistics, step=0, arm=arm, sampled=sampled)
+    assert from_line(to_line(r)) == r
+    assert r.coin_seed == (5 if arm.tosses else None)
+    if arm.token_weights is None and not arm.row_weights:
+        inside = ~arm.apply(batch, statistics).excluded
+        kept = batch.rows.sum(batch.mask.double())[inside].sum() / batch.mask.sum()
+        assert r.excluded_token_rate == pytest.approx(1 - float(kept))
+
+
+def test_the_settings_name_a_rule_and_have_its_fields() -> None:
+    rescue = fa.named_arm("rescue:a=0.5,after=3")
+    assert arm_settings(rescue)["row_weights"] == {"rule": "rescue", "keep": 0.5, "stale_after": 3}
+    assert arm_settings(fa.named_arm("skywork-after"))["condition"] == {"capped": True}  # what is set
 
 
 def test_nothing_waits_for_values() -> None:
@@ -226,6 +257,10 @@ def test_numbers_that_do_not_exist_are_null() -> None:
     assert "Infinity" not in to_line(r)
 
 
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
 BROKEN: list[tuple[Any, str]] = [
     ({"schema": 2}, "field 'schema' is 2; this version of fastadv reads 1"),
     ({"schema": True}, "field 'schema' is True"),
@@ -248,6 +283,10 @@ BROKEN: list[tuple[Any, str]] = [
     ('{"schema": 1, "schema": 1}', "field 'schema' is there twice"),
     ('{"schema": 1, "b": NaN}', "NaN is no JSON; write null"),
     ("[" * 100_000, "nested too deeply"),
+    ({"more": nested(300)}, r"field 'extra.more\[' is nested too deeply"),
+    ({"b": 10**400}, "field 'b' is an integer with 333 hexadecimal digits"),
+    ({"step": -(10**400)}, "field 'step' is an integer with 333"),
+    ({"loss_metrics": {"kl": 10**400}}, "field 'loss_metrics.kl' is an integer"),
     (b"\xff", "can't decode"),
 ]  # fmt: skip
 
@@ -291,6 +330,21 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
     with fa.RecordWriter(path) as writer:
         writer.write(record(1))
     assert fa.read_records(path) == [record(0), record(1)]
+
+
+def test_a_last_line_nested_too_deeply_is_named_and_not_in_the_writers_way(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"schema": 1, "more": ' + "[" * 100_000)
+    with pytest.warns(UserWarning, match="was torn and is left out"):
+        assert fa.read_records(path) == []
+    with pytest.warns(UserWarning, match="its last line was torn and is cut off"):
+        fa.RecordWriter(path).close()
+
+
+def test_a_writer_that_nobody_has_any_more_lets_go_of_its_file(tmp_path: Path) -> None:
+    for step in range(2):
+        fa.RecordWriter(tmp_path / "run.jsonl").write(record(step))
+    assert len(fa.read_records(tmp_path / "run.jsonl")) == 2
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
