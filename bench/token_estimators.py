@@ -69,7 +69,7 @@ def kernels(b: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
         TOKEN_RETURNS("cpu", mask, None, *given, gamma, lam, False, [*to, spread])
 
     def whitened(values: Tensor) -> Tensor:
-        STANDARDIZE("cpu", values, mask, None, mean_and_scale(spread, 1, 1e-8, "add"), out)
+        STANDARDIZE("cpu", values, mask, None, mean_and_scale(spread, 1, 1e-8, "add_to_variance"), out)
         return out
 
     def whiten() -> Tensor:
@@ -83,7 +83,7 @@ def kernels(b: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
     def baseline() -> Tensor:
         TOKEN_COUNTS("cpu", mask, None, counts)
         mine = merged(torch.stack([counts.double(), centred, torch.zeros_like(centred)], -1))
-        mean, scale = mean_and_scale(mine, 1, 1e-8, "add").unbind()
+        mean, scale = mean_and_scale(mine, 1, 1e-8, "add_to_variance").unbind()
         scan(None, None, (centred - mean) * scale, None, to=(returns,), gamma=1.0)
         return returns
 

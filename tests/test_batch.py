@@ -401,6 +401,14 @@ def test_random_partial_masks_are_nested_and_keyed_by_rollout() -> None:
     assert torch.equal(ARMS["d0.6"].excluded(batch.select(half)), most[half])
 
 
+def test_rollouts_without_a_result_are_left_out_before_arms() -> None:
+    lost = make(rewards=torch.tensor([1.0, math.nan, 0.0, 0.0]), outcomes=torch.tensor([0, 3, 2, 1]))
+    for attempt in (lambda: freeze(lost), lambda: fa.named_arm("mask").freeze(lost)):
+        with pytest.raises(ValueError, match=r"1 of 4 rollouts have no result .*batch\.select\(batch\.rewards\.isf"):
+            attempt()
+    assert freeze(lost.select(lost.rewards.isfinite())).rewards.shape == (3,)
+
+
 def test_arms_refuse_what_contradicts_itself() -> None:
     with pytest.raises(ValueError, match="population is 'survivors', but nothing is excluded"):
         fa.Arm("x", population="survivors")

@@ -17,7 +17,11 @@ import fastadv as fa
 ON = pytest.mark.parametrize("backend", BACKENDS)
 PLUS = "reinforce_plus_plus"
 OWNERS = pytest.mark.parametrize("owner", ["verl", "miles", "openrlhf"])
-CONVENTION = {"verl": (1, 1e-8, "add"), "miles": (1, 1e-8, "add"), "openrlhf": (0, 1e-8, "floor")}
+CONVENTION = {
+    "verl": (1, 1e-8, "add_to_variance"),
+    "miles": (1, 1e-8, "add_to_variance"),
+    "openrlhf": (0, 1e-8, "floor_of_variance"),
+}
 TOKEN_LEVEL = sorted(name for name, e in fa.ESTIMATORS.items() if e.level == "token")
 
 

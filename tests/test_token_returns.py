@@ -13,6 +13,7 @@ from draws import BACKENDS, GARBAGE, Draw, Shape, where_masked
 from torch import Tensor
 
 import fastadv as fa
+from fastadv.ops.whiten import EPS_FORMS
 
 ON = pytest.mark.parametrize("backend", BACKENDS)
 shapes = st.builds(
@@ -49,12 +50,12 @@ def dtype_of(backend: str) -> torch.dtype:
 # ---- the equations, one token after the other ------------------------------------------------------------------------
 
 
-def whitened(values: Tensor, on: Tensor, ddof: float = 1, eps: float = 1e-8, form: str = "add") -> Tensor:
+def whitened(values: Tensor, on: Tensor, ddof: float = 1, eps: float = 1e-8, form: str = "add_to_variance") -> Tensor:
     active = [x for x, m in zip(values.flatten().tolist(), on.flatten().tolist(), strict=True) if m]
     mean = math.fsum(active) / max(1, len(active))
     squares = math.fsum((x - mean) ** 2 for x in active)
     variance = squares / (len(active) - ddof) if len(active) > ddof else 0.0
-    variance = variance + eps if form == "add" else max(variance, eps)
+    variance = variance + eps if form == "add_to_variance" else max(variance, eps)
     return torch.where(on, (values.double() - mean) / math.sqrt(variance), 0.0)
 
 
@@ -128,11 +129,11 @@ def token_baseline(
 
 
 @ON
-@hypothesis.given(shape=shapes, offset=st.sampled_from([0.0, 1000.0]), form=st.sampled_from(["add", "floor"]))
+@hypothesis.given(shape=shapes, offset=st.sampled_from([0.0, 1000.0]), form=st.sampled_from(EPS_FORMS))
 def test_whiten_equals_the_equation(backend: str, shape: Shape, offset: float, form: str) -> None:
     d = shape.draw()
     values = d.normal(*d.tokens) + offset
-    ddof = 1.0 if form == "add" else 0.0
+    ddof = 1.0 if form == "add_to_variance" else 0.0
     options: dict[str, Any] = {"ddof": ddof, "eps_form": form, "cu_seqlens": d.cu_seqlens, "backend": backend}
     exact = whitened(values, d.mask, ddof, 1e-8, form)
     close(fa.whiten(values.to(dtype_of(backend)), d.mask, **options), exact)
@@ -397,7 +398,12 @@ BAD = [
     (white, {"values": MASK}, TypeError, r"values has dtype torch.int64"),
     (white, {"mask": torch.tensor([1, 0.5, 0, 1, 1])}, ValueError, r"whiten: mask has a fractional"),
     (white, {"mask": MASK[:4]}, ValueError, r"mask has shape \[4\]; expected \[5\]"),
-    (white, {"eps_form": "max"}, ValueError, r"eps_form is 'max'; it must be one of 'add', 'floor'"),
+    (
+        white,
+        {"eps_form": "max"},
+        ValueError,
+        r"eps_form is 'max'; it must be one of 'add_to_var",
+    ),
     (white, {"eps": math.inf}, ValueError, r"eps is inf; it must be finite"),
     (white, {"spread": torch.ones(2).double()}, ValueError, r"spread has shape \[2\]; expected \[3\]"),
     (baseline, {"mask": torch.tensor([1, 0.5, 0, 1, 1])}, ValueError, r"optimal_token_baseline: mask has a fractional"),

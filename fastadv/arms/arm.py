@@ -323,6 +323,13 @@ def _members(op: str, name: str, values: Sequence[IntEnum], kind: type[IntEnum])
 
 
 def _freeze(batch: Batch, include: Tensor, index: Segments, kappa: float, backend: str) -> FrozenStatistics:
+    if validation.reads_values(batch.rewards):
+        lost = int((~batch.rewards.isfinite()).sum())
+        if lost:
+            raise ValueError(
+                f"freeze: {lost} of {batch.num_rollouts} rollouts have no result (a reward of NaN), and no arm decides "
+                "about them: leave them out with batch.select(batch.rewards.isfinite())"
+            )
     return freeze_statistics(
         batch.rewards,
         batch.groups,

@@ -127,8 +127,8 @@ class Estimator:
         code_path: file and function in the owner's repository, and the revision that was read.
         ddof: of the standard deviation; None: it has none.
         eps: see `eps_form`; None: it has none.
-        eps_form: "add", "floor" or "positive", see `fastadv.group_advantages`; of whitening "add to the variance" or
-            "floor of the variance", see `fastadv.whiten`; None: no standard deviation.
+        eps_form: "add", "floor" or "positive", see `fastadv.group_advantages`; of whitening "add_to_variance"
+            or "floor_of_variance", see `fastadv.whiten`; None: no standard deviation.
         singleton: what a group with one voter gets.
         masking: who votes and who gets an advantage, where rollouts are filtered or have no token.
         needs: inputs without which it is an error. "a|b": exactly one of the two.
@@ -198,8 +198,10 @@ def named(name: str) -> Estimator:
     """The estimator of this name. Raises ValueError, listing the names that there are."""
     if name in _registered:
         return _registered[name]
-    near = difflib.get_close_matches(name, _registered, n=1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    text = name if isinstance(name, str) else ""
+    of_method = sorted(other for other in _registered if text and other.startswith(f"{text}/"))
+    near = of_method or difflib.get_close_matches(text, _registered, n=1)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ValueError(f"{OP}: there is no estimator {name!r}; {hint}names are {', '.join(sorted(_registered))}")
 
 

@@ -22,15 +22,8 @@ from fastadv.reference.whiten import mean_and_scale, merged
 from fastadv.rows import Rows
 
 MILES = "miles/backends/training_utils/loss_hub/math_utils.py:"
-WHITENED: dict[str, Any] = {"ddof": 1, "eps": 1e-8, "eps_form": "add"}  # of verl and Miles
-WHITENED_OPENRLHF: dict[str, Any] = {"ddof": 0, "eps": 1e-8, "eps_form": "floor"}
-
-EPS_FORMS = {"add": "add to the variance", "floor": "floor of the variance"}
-
-
-def _fields(convention: dict[str, Any]) -> dict[str, Any]:
-    """What the registry says of a convention of `fastadv.whiten`."""
-    return {**convention, "eps_form": EPS_FORMS[convention["eps_form"]]}
+WHITENED: dict[str, Any] = {"ddof": 1, "eps": 1e-8, "eps_form": "add_to_variance"}  # of verl and Miles
+WHITENED_OPENRLHF: dict[str, Any] = {"ddof": 0, "eps": 1e-8, "eps_form": "floor_of_variance"}
 
 
 def _returns(given: Inputs, **options: Any) -> TokenReturns:
@@ -54,7 +47,7 @@ def _whitened(given: Inputs, out: TokenReturns, convention: dict[str, Any]) -> T
     level="token",
     equation="G_t = r_t + gamma G_n, n the next token of the mask; A = (G - mean) / sqrt(var + eps) over all tokens",
     code_path=f"{VERL}compute_reinforce_plus_plus_outcome_advantage{VERL_DATE}",
-    **_fields(WHITENED),
+    **WHITENED,
     singleton="none",
     masking="tokens of the mask only; rewards elsewhere do not count",
     needs=("rewards|token_rewards", "mask"),
@@ -73,7 +66,7 @@ def reinforce_plus_plus(given: Inputs) -> Estimate:
     equation="G_t = k_t + gamma G_(t+1), the discount through all tokens; R on the last token of the mask; whitened",
     code_path=f"{MILES}get_reinforce_plus_plus_returns, miles/utils/distributed_utils.py:distributed_masked_whiten "
     "(2026-08-21)",
-    **_fields(WHITENED),
+    **WHITENED,
     singleton="none",
     masking="tokens of the mask only; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "mask"),
@@ -91,7 +84,7 @@ def reinforce_plus_plus_miles(given: Inputs) -> Estimate:
     level="token",
     equation="as Miles', whitened by the variance over n, at least eps",
     code_path=OPENRLHF,
-    **_fields(WHITENED_OPENRLHF),
+    **WHITENED_OPENRLHF,
     singleton="none",
     masking="tokens of the mask only; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "mask"),
@@ -125,7 +118,7 @@ def _whitened_rows(given: Inputs, rewards: Tensor, convention: dict[str, Any]) -
     level="token",
     equation="A = R - mean_G at each token of the mask, whitened over all tokens",
     code_path=f"{VERL}compute_reinforce_plus_plus_baseline_outcome_advantage{VERL_DATE}",
-    **_fields(WHITENED),
+    **WHITENED,
     singleton="raw",
     masking="rollouts without a token vote in their group",
     needs=("rewards", "group_ids", "mask"),
@@ -142,7 +135,7 @@ def reinforce_plus_plus_baseline(given: Inputs) -> Estimate:
     level="token",
     equation="A_t = R - mean_G + k_t, whitened over all tokens",
     code_path=f"{MILES}get_reinforce_plus_plus_baseline_advantages (2026-08-21)",
-    **_fields(WHITENED),
+    **WHITENED,
     masking="rollouts without a token vote in their group; pass -kl_coef * KL as token_rewards, which is not summed up",
     needs=("rewards", "group_ids", "mask"),
     reads=("token_rewards", "process_group"),
@@ -169,7 +162,7 @@ def reinforce_plus_plus_baseline_miles(given: Inputs) -> Estimate:
     level="token",
     equation="A_t = R - mean_G + sum_(u >= t) k_u, whitened by the variance over n, at least eps",
     code_path=OPENRLHF,
-    **_fields(WHITENED_OPENRLHF),
+    **WHITENED_OPENRLHF,
     masking="rollouts without a token vote in their group; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "group_ids", "mask"),
     reads=("token_rewards", "process_group"),
@@ -203,7 +196,7 @@ def remax(given: Inputs) -> Estimate:
     level="token",
     equation="A_t = r_t + gamma V_n - V_t + gamma lam A_n, n the next token of the mask; whitened. Returns A + V",
     code_path=f"{VERL}compute_gae_advantage_return{VERL_DATE}",
-    **_fields(WHITENED),
+    **WHITENED,
     singleton="none",
     masking="tokens of the mask only; verl leaves what its loss masks at other values than 0",
     needs=("rewards|token_rewards", "values", "mask"),
@@ -221,7 +214,7 @@ def gae(given: Inputs) -> Estimate:
     level="token",
     equation="as verl's, with R on the last token of the mask (#1827); whitened if asked",
     code_path=f"{MILES}get_advantages_and_returns_batch (2026-08-21)",
-    **_fields(WHITENED),
+    **WHITENED,
     singleton="none",
     masking="tokens of the mask only; pass -kl_coef * KL as token_rewards",
     needs=("rewards", "values", "mask"),

@@ -16,7 +16,7 @@ from fastadv.rows import Rows
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-EPS_FORMS = ("add", "floor")
+EPS_FORMS = ("add_to_variance", "floor_of_variance")
 KERNELS = ("cpu",)  # the backends that have some
 
 
@@ -84,7 +84,7 @@ def whiten(
     spread: Tensor | None = None,
     ddof: float = 1.0,
     eps: float = 1e-8,
-    eps_form: str = "add",
+    eps_form: str = "add_to_variance",
     backend: str = "auto",
 ) -> Tensor:
     """(value - mean) / sqrt(variance + eps) over the tokens of the mask, 0 elsewhere. No gradient flows.
@@ -100,7 +100,8 @@ def whiten(
             already (`token_returns`): saves a read of the values.
         ddof: delta degrees of freedom of the variance. No more values than that have a variance of 0.
         eps: see `eps_form`.
-        eps_form: "add" divides by sqrt(variance + eps) (verl, Miles), "floor" by sqrt(max(variance, eps)) (OpenRLHF).
+        eps_form: "add_to_variance" divides by sqrt(variance + eps) (verl, Miles), "floor_of_variance" by
+            sqrt(max(variance, eps)) (OpenRLHF). `group_advantages` adds to the standard deviation: other names there.
         backend: "auto", "cpu" or "reference"; there are no kernels for GPUs, whose tensors run on the reference.
 
     Returns:

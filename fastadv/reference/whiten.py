@@ -37,9 +37,9 @@ def mean_and_scale(spread: Tensor, ddof: float, eps: float, eps_form: str) -> Te
     count, mean, squares = spread.unbind()
     freedom = count - ddof
     variance = torch.where(freedom > 0, squares / freedom, 0.0)
-    if eps_form == "add":
+    if eps_form == "add_to_variance":
         variance = variance + eps
-    elif eps_form == "floor":
+    elif eps_form == "floor_of_variance":
         variance = variance.clamp(min=eps)
     return torch.stack([mean, torch.where(variance == 0, 0.0, variance.rsqrt())])
 
