@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,14 @@ def mixed(x: Tensor) -> Tensor:
 @constant_in_graphs
 def number(text: str) -> int:
     """A string's 64 bits."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def check_seed(op: str, seed: int) -> None:
+    """Raises TypeError unless a seed is an integer: a fraction would be cut off, and two seeds give the same coins."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"{op}: seed is {seed!r}; pass an integer")
 
 
 def uniforms(seed: int, ids: Ids, stream: str = "") -> Tensor:
@@ -46,16 +54,23 @@ def uniforms(seed: int, ids: Ids, stream: str = "") -> Tensor:
     first hashed to 64 bits by BLAKE2b. Numbers of different streams are independent.
 
     Raises:
-        TypeError: ids that are not integers or strings.
+        TypeError: a seed that is no integer, ids that are not integers or strings.
+        ValueError: an integer id beyond 64 bits.
     """
+    check_seed("uniforms", seed)
     if isinstance(ids, Tensor):
         validation.tensor("uniforms", "ids", ids, dtypes=validation.INTEGERS)
         numbers = ids.to(torch.int64)
     else:
-        for i, x in enumerate(ids):
+        if not isinstance(ids, (Sequence, np.ndarray)):  # an iterator would be empty after the checks
+            raise TypeError(f"uniforms: ids is a {type(ids).__name__}; pass a tensor or a list of integers or strings")
+        listed = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        for i, x in enumerate(listed):
             if isinstance(x, bool) or not isinstance(x, (int, str)):
                 raise TypeError(f"uniforms: ids[{i}] is {x!r}; ids are integers or strings")
-        numbers = torch.tensor([number(x) if isinstance(x, str) else x for x in ids], dtype=torch.int64)
+            if isinstance(x, int) and not -(2**63) <= x < 2**63:
+                raise ValueError(f"uniforms: ids[{i}] is {x}, which has more than 64 bits; pass it as a string")
+        numbers = torch.tensor([number(x) if isinstance(x, str) else x for x in listed], dtype=torch.int64)
     origin = torch.tensor((seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=numbers.device)
     if stream:
         origin = mixed(origin + STEP) ^ number(stream)
@@ -79,13 +94,15 @@ def keep(seed: int, ids: Ids, probability: float | Tensor, *, stream: str = "") 
         `[n]` bool.
 
     Raises:
-        ValueError: a probability outside of [0, 1].
-        TypeError: ids that are not integers or strings.
+        ValueError: a probability outside of [0, 1], or another number of them than of ids.
+        TypeError: a seed that is no integer, ids that are not integers or strings.
     """
     chance = torch.as_tensor(probability, dtype=torch.float64)
     if bool(((chance < 0) | (chance > 1) | chance.isnan()).any()):
         raise ValueError(f"keep: probability is {probability}; it must be in [0, 1]")
     u = uniforms(seed, ids, stream)
+    if chance.dim() and chance.shape != u.shape:
+        raise ValueError(f"keep: probability has shape {list(chance.shape)}; pass one number or {list(u.shape)}")
     return u < chance.to(u.device)
 
 
@@ -197,6 +214,8 @@ def _check_keep_probability(owner: str, a: float) -> None:
             f"{owner}: keep_probability is {a}; it must be in (0, 1]: what is never kept has no weight that could "
             "make up for it (to drop all stale groups is an arm of its own)"
         )
+    if a * torch.finfo(torch.float32).max < 1:
+        raise ValueError(f"{owner}: keep_probability is {a}; the weight 1/a of what is kept is no float32")
 
 
 @dataclass(frozen=True)
@@ -238,8 +257,7 @@ class RescueSampler:
 
     def __init__(self, keep_probability: float, seed: int = 0) -> None:
         _check_keep_probability("RescueSampler", keep_probability)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"RescueSampler: seed is {seed!r}; pass an integer")
+        check_seed("RescueSampler", seed)
         self.keep_probability = keep_probability
         self.seed = seed
         self.reset_statistics()

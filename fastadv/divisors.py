@@ -74,12 +74,16 @@ def divisor(
 
     Raises:
         ValueError: an unknown rule; "constant" without a positive constant, or a constant with another rule; a group
-            with several weights; no group at all.
+            with several weights; no group at all; a weight that is negative or not finite.
     """
     validation.choice("divisor", "rule", rule, DIVISORS)
     validation.tensor("divisor", "weights", weights, dtypes=validation.FLOATS)
     if weights.dim() != 1 or weights.shape[0] == 0:
         raise ValueError(f"divisor: weights has shape {list(weights.shape)}; expected [B], B at least 1")
+    bad = ~((weights >= 0) & weights.isfinite())
+    if validation.reads_values(weights) and bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(f"divisor: weights[{row}] is {float(weights[row])}; a weight is finite and at least 0")
     if (constant is None) == (rule == "constant"):
         raise ValueError(f"divisor: rule is {rule!r} and constant is {constant}; one needs the other")
     if constant is not None:

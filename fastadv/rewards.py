@@ -90,9 +90,10 @@ def zero_on_cap(rewards: Tensor, capped: Tensor, *, passed: str = "zero", passin
         `[B]`, the rewards' dtype.
 
     Raises:
-        ValueError, TypeError: an unknown rule, shapes that differ, a mask that is not boolean.
+        ValueError, TypeError: an unknown rule, shapes that differ, a mask that is not boolean, `passing` that is NaN.
     """
     _check("zero_on_cap", rewards, capped, "capped")
+    _check_passing("zero_on_cap", passing)
     validation.choice("zero_on_cap", "passed", passed, PASSED_REWARDS)
     hit = capped if passed == "zero" else capped & ~(rewards > passing)
     return torch.where(hit, torch.zeros_like(rewards), rewards)
@@ -116,6 +117,7 @@ def truncation_mask(rewards: Tensor, truncated: Tensor, *, passed: str = "keep",
         ValueError, TypeError: as `zero_on_cap`.
     """
     _check("truncation_mask", rewards, truncated, "truncated")
+    _check_passing("truncation_mask", passing)
     validation.choice("truncation_mask", "passed", passed, PASSED_MASKS)
     return truncated.clone() if passed == "exclude" else truncated & ~(rewards > passing)
 
@@ -144,6 +146,12 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coefficient: float
         )
     shaped = rewards * coefficient if coefficient > 0 else torch.full_like(rewards, coefficient)
     return torch.where(truncated, shaped, rewards)
+
+
+def _check_passing(op: str, passing: float) -> None:
+    """Raises where no reward would be above `passing`, whatever it is."""
+    if math.isnan(passing):
+        raise ValueError(f"{op}: passing is nan, which no reward is above; pass the highest reward that does not pass")
 
 
 def _one_dimension(op: str, name: str, value: Tensor) -> None:

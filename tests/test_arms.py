@@ -428,3 +428,8 @@ def test_what_a_batch_does_not_hold_is_asked_for() -> None:
 def test_rules_refuse_what_means_nothing(kind: Any, arguments: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         kind(**arguments)
+
+
+def test_a_condition_that_no_reward_meets() -> None:
+    with pytest.raises(ValueError, match="reward_at_most is nan, and no reward is at most that"):
+        fa.Arm("x", condition=fa.arms.Condition(reward_at_most=float("nan")))

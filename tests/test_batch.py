@@ -331,6 +331,21 @@ def test_bad_coins() -> None:
         fa.keep(0, [1, 0.5], 0.5)
     with pytest.raises(TypeError, match=r"ids has dtype torch\.float32"):
         fa.keep(0, torch.zeros(3), 0.5)
+    with pytest.raises(TypeError, match=r"seed is 0\.5; pass an integer"):  # cut off, it would be the coins of 0
+        fa.keep(0.5, [1], 0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"seed is 1\.0; pass an integer"):
+        fa.Arm("x", seed=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ids\[1\] is 18446744073709551616, which has more than 64 bits"):
+        fa.keep(0, [1, 2**64], 0.5)
+    with pytest.raises(TypeError, match="ids is a generator; pass a tensor or a list"):
+        fa.keep(0, (i for i in range(3)), 0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"probability has shape \[2\]; pass one number or \[3\]"):
+        fa.keep(0, [1, 2, 3], torch.tensor([0.1, 0.2]))
+
+
+def test_ids_of_arrays_and_of_broken_texts() -> None:
+    assert torch.equal(fa.keep(0, np.arange(50), 0.5), fa.keep(0, torch.arange(50), 0.5))  # type: ignore[arg-type]
+    assert fa.keep(0, ["\ud800"] * 2, 1.0).tolist() == [True, True]  # half of a surrogate pair, as logs may hold it
 
 
 # ---- arms ------------------------------------------------------------------------------------------------------------

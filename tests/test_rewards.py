@@ -141,6 +141,9 @@ def test_nothing_is_written_and_nothing_is_shared() -> None:
 
 
 def test_bad_rewards() -> None:
+    for op in (fa.zero_on_cap, fa.truncation_mask):
+        with pytest.raises(ValueError, match=f"{op.__name__}: passing is nan, which no reward is above"):
+            op(torch.ones(2), torch.tensor([True, False]), passing=float("nan"))
     with pytest.raises(ValueError, match="passed is 'drop'; it must be one of 'keep', 'zero'"):
         fa.zero_on_cap(REWARDS, CUT, passed="drop")
     with pytest.raises(ValueError, match="passed is 'zero'; it must be one of 'keep', 'exclude'"):

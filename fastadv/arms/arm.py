@@ -15,7 +15,7 @@ from fastadv.arms.contradictions import contradiction
 from fastadv.arms.known import NOTHING, Known
 from fastadv.arms.rules import TOKEN_COINS, Condition, InverseProbability, Rescue, RowWeights, TokenWeights
 from fastadv.batch import Batch, pad
-from fastadv.coins import EXCLUSION, in_any_row, keep
+from fastadv.coins import EXCLUSION, check_seed, in_any_row, keep
 from fastadv.ops.group_advantages import BASELINES, POPULATIONS, SCALES, group_advantages
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.ops.turn_ids import segments, turn_ids_from_positions
@@ -125,6 +125,7 @@ class Arm:
         validation.choice(op, "divisor", self.divisor, DIVISORS)
         validation.choice(op, "weighted", self.weighted, WEIGHTED)
         validation.non_negative(op, "kappa", self.kappa)
+        check_seed(op, self.seed)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"{op}: fraction is {self.fraction}; it must be in [0, 1]")
         problem = contradiction(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -50,6 +51,8 @@ class Condition:
         _whole("Condition", "not_repeating", self.not_repeating)
         if self.stale_after is not None:
             _whole("Condition", "stale_after", self.stale_after)
+        if self.reward_at_most is not None and math.isnan(self.reward_at_most):
+            raise ValueError("Condition: reward_at_most is nan, and no reward is at most that; pass a number")
         if all(getattr(self, f.name) == f.default for f in fields(self)):
             raise ValueError("Condition: nothing is asked of a rollout; leave the condition out")
 
