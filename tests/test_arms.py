@@ -432,4 +432,4 @@ def test_rules_refuse_what_means_nothing(kind: Any, arguments: dict[str, Any], e
 
 def test_a_condition_that_no_reward_meets() -> None:
     with pytest.raises(ValueError, match="reward_at_most is nan, and no reward is at most that"):
-        fa.Arm("x", condition=fa.arms.Condition(reward_at_most=float("nan")))
+        fa.Arm("x", condition=Condition(reward_at_most=float("nan")))
