@@ -9,7 +9,9 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -438,3 +440,35 @@ def test_e17_tokens_picked_with_known_chances_divide_by_the_full_length() -> Non
 
     close(prefix(False), TOKENS.mean())
     assert abs(float(prefix(True)) - float(TOKENS.mean())) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fa.keep(1.5, [1], 0.5), r"seed is 1\.5; pass an integer"),  # type: ignore[arg-type]
+        (lambda: fa.Arm("a", seed=0.5), r"Arm 'a': seed is 0\.5"),  # type: ignore[arg-type]
+        (lambda: fa.keep(0, [7, 2**63], 0.5), r"ids\[1\] is 9223372036854775808, which has more than 64 bits"),
+        (lambda: fa.keep(0, iter([1]), 0.5), "ids is a list_iterator"),  # type: ignore[arg-type]
+        (
+            lambda: fa.keep(0, [1, 2], torch.full((2, 1), 0.5)),
+            r"probability has shape \[2, 1\]; pass one number or \[2\]",
+        ),
+        (lambda: fa.RescueSampler(1e-39), "1/a of what is kept is no float32"),
+        (lambda: fa.divisor(torch.tensor([1.0, math.nan]), "hajek"), r"weights\[1\] is nan"),
+        (lambda: fa.divisor(torch.tensor([-1.0]), "kept"), r"weights\[0\] is -1\.0"),
+        (lambda: fa.divisor(torch.tensor([math.inf])), r"weights\[0\] is inf"),
+    ],
+)
+def test_coins_and_divisors_that_would_be_wrong_without_a_word(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_ids_of_arrays_and_of_any_text_have_coins() -> None:
+    assert torch.equal(fa.keep(3, np.arange(9), 0.5), fa.keep(3, torch.arange(9), 0.5))
+    assert fa.keep(3, ["\ud800"], 1.0).tolist() == [True]
+
+
+def test_what_is_dropped_weighs_nothing_however_rarely_it_is_kept() -> None:
+    weights = fa.rescue_weights(0, list(range(50)), torch.ones(50, dtype=torch.bool), 1e-38)
+    assert weights.tolist() == [0.0] * 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastadv as fa
+from fastadv.arms import Condition
 
 NAN = math.nan
 
@@ -157,3 +159,11 @@ def test_bad_rewards() -> None:
         fa.zero_on_cap(REWARDS, CUT.float())
     with pytest.raises(ValueError, match=r"rewards has shape \[6, 1\]"):
         fa.zero_on_cap(REWARDS[:, None], CUT[:, None])
+
+
+@pytest.mark.parametrize("rule", [fa.zero_on_cap, fa.truncation_mask])
+def test_a_bar_that_no_reward_is_above_is_an_error(rule: Any) -> None:
+    with pytest.raises(ValueError, match="passing is nan"):
+        rule(torch.ones(1), torch.tensor([True]), passed="keep", passing=math.nan)
+    with pytest.raises(ValueError, match="reward_at_most is nan"):
+        Condition(reward_at_most=math.nan)
