@@ -168,8 +168,8 @@ class StepRecord:
         b_by_prompt: the same, over each prompt's rollouts.
         b_over_sigma: b over the standard deviation of rewards within prompts, which rollouts weight.
         b_over_sigma_by_prompt: each prompt's b over its population standard deviation, where that is not 0.
-        subsidy: what running into the cap is paid, in reward: mean over capped, unsolved rollouts of b where the arm
-            excludes them and 0 where it does not.
+        subsidy: what running into the cap is paid, in reward: mean over capped, unsolved rollouts of (1 - w) b, w the
+            rollout's weight: b where the arm excludes them and 0 where it leaves them as they are.
         staleness: of the sampling weights; None: not told.
         wall_clock_s: seconds that the step took.
         kept_s: seconds spent on rollouts that the loss has, sandboxes included.

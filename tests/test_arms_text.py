@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fastadv as fa
@@ -79,6 +81,9 @@ def test_a_file_of_arms() -> None:
     assert compact.token_weights == Continuation((8, 16), 0.5)
 
 
+BOMB = "&a [x], " + ", ".join(f"&{b} [{', '.join(['*' + a] * 10)}]" for a, b in pairwise("abcdefghij"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -109,6 +114,16 @@ def test_a_file_of_arms() -> None:
         ("- [", "no YAML: while parsing"),
         ("- !!python/object/apply:os.getcwd []", "no YAML: could not determine a constructor"),
         ("[" * 5000, "no YAML"),
+        ("- name: !!int ''", "no YAML"),
+        ("- name: !!bool maybe", "no YAML"),
+        ("- name: !!timestamp now", "no YAML"),
+        ("- name: 2026-13-01", "no YAML: month must be"),
+        ("- {name: x, excludes: [budget], excludes: [infra]}", "no YAML: a key is there twice"),
+        ("- &a {name: x}\n- {<<: *a, seed: 3}", "no YAML: merges"),
+        ("- name: x\n  row_weights: {rule: [rescue]}", "has no 'rule' of inverse-probability, rescue"),
+        ("- rescue:a=0.5,a=0.25", "a is there twice"),
+        # Ten aliases of ten aliases, nine deep: written out, the error would be a text of gigabytes.
+        (f"- {{description: [{BOMB}], name: x}}", "arm 'x', description: .{,2000} is no text"),
     ],
 )
 def test_wrong_files(text: str, message: str) -> None:
@@ -176,3 +191,24 @@ def test_every_choice_is_compared(fields: dict[str, Any], choice: str) -> None:
     """No field of an arm goes by unseen."""
     one = Arm("x", CAPPED, 0.5)
     assert choices(one, replace(one, **fields)) == [choice]
+
+
+def test_settings_that_say_the_same_are_no_difference() -> None:
+    budget, infra = fa.Outcome.BUDGET, fa.Outcome.INFRA
+    same = (
+        (Arm("a", (budget, infra)), Arm("b", (infra, budget, budget))),
+        (Arm("a", condition=Condition(reward_at_most=0)), Arm("b", condition=Condition(reward_at_most=0.0))),
+        (Arm("a", row_weights=Rescue(1)), Arm("b", row_weights=Rescue(1.0))),
+    )
+    for a, b in same:
+        assert fa.compare_arms(a, b).differences == ()
+    # The reference has no coins: a seed that only the other one reads is nothing that changes between them.
+    (only,) = fa.compare_arms(fa.named_arm("none"), fa.named_arm("rescue", seed=5)).differences
+    assert only.choice == "rollout weights"
+    (only,) = fa.compare_arms(fa.named_arm("rescue", seed=4), fa.named_arm("rescue", seed=5)).differences
+    assert only.choice == "seed"
+
+
+def test_a_number_of_numpys_is_written_as_a_number() -> None:
+    arm = Arm("half", (fa.Outcome.BUDGET,), np.float64(0.5))
+    assert fa.arms_from_yaml(fa.arms_to_yaml([arm])) == (arm,)

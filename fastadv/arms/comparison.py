@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastadv.arms.arm import Arm
 from fastadv.arms.text import arm_to_dict
@@ -79,6 +79,8 @@ def compare_arms(a: Arm, b: Arm) -> ArmComparison:
     """
     found = []
     for choice, names in CHOICES.items():
+        if choice == "seed" and not (a.tosses and b.tosses):
+            continue  # of an arm without coins it says nothing, so there is nothing that it could differ from
         first, second = (_said(arm, names) for arm in (a, b))
         if first != second:
             found.append(Difference(choice, first, second))
@@ -89,7 +91,16 @@ def _said(arm: Arm, names: tuple[str, ...]) -> str:
     if "excludes" in names and not arm.excludes_any:
         return "nothing"
     kappa = arm.kappa if arm.baseline == "turn-reached" else 2.0
-    read = replace(arm, kappa=kappa, seed=arm.seed if arm.tosses else 0)
-    written = arm_to_dict(read)
+    # Any order, once or twice: what is excluded is a set.
+    excludes, endings = sorted(set(arm.excludes)), sorted(set(arm.endings))
+    read = replace(arm, kappa=kappa, excludes=tuple(excludes), endings=tuple(endings))
+    written = {name: _same_numbers(value) for name, value in arm_to_dict(read).items()}
     shown = [name for name in names if name in written or name == names[0]]
     return ", ".join(f"{name}={written.get(name, getattr(read, name))}" for name in shown)
+
+
+def _same_numbers(value: Any) -> Any:
+    """The value with numbers that are equal written alike: 1 and 1.0."""
+    if isinstance(value, dict):
+        return {name: _same_numbers(one) for name, one in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value

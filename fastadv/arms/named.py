@@ -265,10 +265,14 @@ def named_arm(text: str, *, seed: int = 0) -> Arm:
         raise ValueError(f"{name!r} is no arm; they are {', '.join(ARMS)}")
     known = {**ARMS[name].parameters, "seed": seed}
     given: dict[str, int | float | str] = {"seed": seed}
+    said: set[str] = set()
     for part in filter(None, rest.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in known:
             raise ValueError(f"arm {text!r}: {part.strip()!r} is no parameter=value of {', '.join(known)}")
+        if key in said:
+            raise ValueError(f"arm {text!r}: {key} is there twice")
+        said.add(key)
         try:
             given[key] = type(known[key])(value)
         except ValueError as error:

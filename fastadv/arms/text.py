@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import IntEnum
@@ -29,6 +30,8 @@ TOKEN_RULES: dict[str, type] = {
     "prefix-cut": PrefixCut,
     "continuation": Continuation,
 }
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 80, 80
 _RULE_NAMES = {kind: name for name, kind in (ROW_RULES | TOKEN_RULES).items()}
 
 
@@ -67,7 +70,11 @@ def _plain(value: Any) -> Any:
         return value.name.lower()
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return _written(value) if is_dataclass(value) else value
+    if is_dataclass(value):
+        return _written(value)
+    # YAML writes exactly these types, and not those that count as them, such as NumPy's floats.
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return value if kind is None else kind(value)
 
 
 def arm_from_dict(written: Mapping[str, Any]) -> Arm:
@@ -85,12 +92,19 @@ def arm_from_dict(written: Mapping[str, Any]) -> Arm:
             each other.
     """
     if not isinstance(written, Mapping):
-        raise TypeError(f"an arm is {written!r}; describe it by keys and values, or by the name of one of fastadv.ARMS")
+        raise TypeError(
+            f"an arm is {shown(written)}; describe it by keys and values, or by the name of one of fastadv.ARMS"
+        )
     name = written.get("name")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"an arm has no name: {dict(written)!r}; add a key 'name'")
+        raise ValueError(f"an arm has no name: {shown(dict(written))}; add a key 'name'")
     arm: Arm = _read(Arm, written, f"arm {name!r}")
     return arm
+
+
+def shown(value: Any) -> str:
+    """A value in an error, shortened: aliases can make a few lines of YAML into more text than memory holds."""
+    return _SHORT.repr(value)
 
 
 def _read(kind: type, written: Mapping[str, Any], where: str) -> Any:
@@ -107,7 +121,7 @@ def _read(kind: type, written: Mapping[str, Any], where: str) -> Any:
 def _of_type(what: str, *kinds: type) -> Callable[[Any, str], Any]:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise TypeError(f"{where}: {value!r} is no {what}")
+            raise TypeError(f"{where}: {shown(value)} is no {what}")
         return value
 
     return read
@@ -119,7 +133,7 @@ _text, _number, _integer = _of_type("text", str), _of_type("number", int, float)
 def _list_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     def read_list(value: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)):
-            raise TypeError(f"{where}: {value!r} is no list")
+            raise TypeError(f"{where}: {shown(value)} is no list")
         return tuple(read(item, where) for item in value)
 
     return read_list
@@ -129,7 +143,7 @@ def _member_of(kind: type[IntEnum]) -> Callable[[Any, str], Any]:
     def read(value: Any, where: str) -> IntEnum:
         names = {member.name.lower(): member for member in kind}
         if not isinstance(value, str) or value.lower() not in names:
-            raise ValueError(f"{where}: {value!r} is none of {', '.join(names)}")
+            raise ValueError(f"{where}: {shown(value)} is none of {', '.join(names)}")
         return names[value.lower()]
 
     return read
@@ -141,15 +155,15 @@ def _optional(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 def _condition(value: Any, where: str) -> Condition:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{where}: {value!r} is no dictionary")
+        raise TypeError(f"{where}: {shown(value)} is no dictionary")
     condition: Condition = _read(Condition, value, where)
     return condition
 
 
 def _rule(rules: dict[str, type]) -> Callable[[Any, str], Any]:
     def read(value: Any, where: str) -> Any:
-        if not isinstance(value, Mapping) or value.get("rule") not in rules:
-            raise ValueError(f"{where}: {value!r} has no 'rule' of {', '.join(rules)}")
+        if not isinstance(value, Mapping) or value.get("rule") not in list(rules):  # a list: any rule may be asked for
+            raise ValueError(f"{where}: {shown(value)} has no 'rule' of {', '.join(rules)}")
         given = dict(value)
         return _read(rules[given.pop("rule")], given, where)
 
@@ -174,6 +188,25 @@ _READERS: dict[str, Callable[[Any, str], Any]] = {
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------
+
+
+def _loader(yaml: Any) -> Any:
+    """SafeLoader, but a key that is there twice is an error, as it is in a record, and so is a merge: a few lines of
+    them stand for more entries than memory holds."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def flatten_mapping(self, node: Any) -> None:
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:merge":
+                    raise yaml.constructor.ConstructorError(None, None, "merges (<<) are not read", key.start_mark)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            found = super().construct_mapping(node, deep)
+            if len(found) < len(node.value):
+                raise yaml.constructor.ConstructorError(None, None, "a key is there twice", node.start_mark)
+            return found
+
+    return Loader
 
 
 def _yaml() -> Any:
@@ -212,13 +245,14 @@ def arms_from_yaml(text: str, *, seed: int = 0) -> tuple[Arm, ...]:
         The arms, in the list's order.
 
     Raises:
-        ValueError, TypeError: no YAML, no list, an unknown key, two arms of one name.
+        ValueError, TypeError: no YAML, a key that is there twice, no list, an unknown key, two arms of one name.
         ImportError: PyYAML is not installed.
     """
     yaml = _yaml()
     try:
-        entries = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        entries = yaml.load(text, Loader=_loader(yaml))
+    # The last four are what PyYAML's own constructors raise, of "!!int ''" for one.
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise ValueError(f"no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(entries, list) or not entries:
         raise ValueError("arms are a YAML list, an entry an arm, and there is none; begin each with '- name: ...'")
