@@ -467,8 +467,3 @@ def test_coins_and_divisors_that_would_be_wrong_without_a_word(call: Callable[[]
 def test_ids_of_arrays_and_of_any_text_have_coins() -> None:
     assert torch.equal(fa.keep(3, np.arange(9), 0.5), fa.keep(3, torch.arange(9), 0.5))
     assert fa.keep(3, ["\ud800"], 1.0).tolist() == [True]
-
-
-def test_what_is_dropped_weighs_nothing_however_rarely_it_is_kept() -> None:
-    weights = fa.rescue_weights(0, list(range(50)), torch.ones(50, dtype=torch.bool), 1e-38)
-    assert weights.tolist() == [0.0] * 50
