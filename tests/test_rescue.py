@@ -335,17 +335,6 @@ def test_a_state_of_other_coins_is_refused(other: dict[str, float]) -> None:
         sampler.load_state_dict({**sampler.state_dict(), **other})
 
 
-def test_a_weight_that_float32_does_not_hold() -> None:
-    with pytest.raises(ValueError, match="the weight 1/a of what is kept is no float32"):
-        fa.RescueSampler(1e-40)
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_divisor_of_weights_that_are_none(weight: float) -> None:
-    with pytest.raises(ValueError, match=r"weights\[1\] is .*; a weight is finite and at least 0"):
-        fa.divisor(torch.tensor([1.0, weight]), "hajek")
-
-
 def test_bad_samplers() -> None:
     for a in (0.0, -0.1, 1.5, math.nan):
         with pytest.raises(ValueError, match=r"keep_probability is .* in \(0, 1\]"):
