@@ -2,6 +2,7 @@
 // their scores so far. A group is one thread's. Reads and writes 17 bytes a token in float32, and returns and mask once more,
 // which lie in the cache if a group does.
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
@@ -24,6 +25,25 @@ void running_sums(double* x, int64_t n, double& before) {
     const int64_t end = k == 3 ? n : (k + 1) * part;
     for (int64_t i = k * part; i < end; ++i) x[i] += before;
     before += sums[k];
+  }
+}
+
+// Calls body(begin, end, whole) for what counts of a tile: its runs of tokens that count (whole), or, where runs are short, all
+// of it at once. Turns are runs of hundreds; what lies between them is then not computed at all.
+template <class Body>
+void spans(const uint8_t* on, int64_t n, const Body& body) {
+  int64_t changes = 0;
+  for (int64_t i = 1; i < n; ++i) changes += (on[i] != 0) != (on[i - 1] != 0);
+  if (changes * 16 > n) return body(0, n, false);
+  for (int64_t begin = 0; begin < n;) {
+    if (on[begin] == 0) {
+      while (begin < n && on[begin] == 0) ++begin;
+      continue;
+    }
+    const void* const zero = std::memchr(on + begin, 0, n - begin);
+    const int64_t end = zero ? static_cast<const uint8_t*>(zero) - on : n;
+    body(begin, end, true);
+    begin = end;
   }
 }
 
@@ -55,59 +75,86 @@ struct Group {
     int64_t tokens = 0, position = 0;
     fractional |= tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* g) {
       alignas(64) float log_prob_buffer[kTile], sum_p2_buffer[kTile], weight_buffer[kTile];
-      alignas(64) double energies[kTile], terms[kTile];
       const float* log_probs = load_floats(in.rows, in.log_probs, token, n, log_prob_buffer);
       const float* sum_p2 = load_floats(in.rows, in.sum_p2, token, n, sum_p2_buffer);
-      for (int64_t i = 0; i < n; ++i) energies[i] = score_energy(exp_ten_digits(log_probs[i]), sum_p2[i]);
-      if (in.is_weights.present()) {
-        const float* rho = load_floats(in.rows, in.is_weights, token, n, weight_buffer);
-        for (int64_t i = 0; i < n; ++i) energies[i] *= double(rho[i]) * double(rho[i]);
-      }
-      for (int64_t i = 0; i < n; ++i) energies[i] = on[i] ? energies[i] : 0.0;
-      running_sums(energies, n, before);
-      for (int64_t i = 0; i < n; ++i) {
-        const double term = double(g[i]) * energies[i], energy = energies[i];
-        terms[i] = on[i] ? term : 0.0;
-        energies[i] = on[i] ? energy : 0.0;
-      }
-      int64_t active = 0;
-      for (int64_t i = 0; i < n; ++i) {
-        if (in.compact) {
-          terms[active] = terms[i];
-          energies[active] = energies[i];
-        }
-        active += on[i] != 0;
-      }
-      const int64_t at = in.compact ? tokens : position, positions = in.compact ? active : n;
-      for (int64_t i = 0; i < positions; ++i) returns[at + i] += terms[i];
-      for (int64_t i = 0; i < positions; ++i) weights[at + i] += energies[i];
-      tokens += active;
+      const float* rho = in.is_weights.present() ? load_floats(in.rows, in.is_weights, token, n, weight_buffer) : nullptr;
+      spans(on, n, [&](int64_t begin, int64_t end, bool whole) {
+        const int64_t length = end - begin;
+        const Span span{on + begin, g + begin, log_probs + begin, sum_p2 + begin, rho ? rho + begin : nullptr, length, whole};
+        tokens += add_span(span, in.compact ? tokens : position + begin, before);
+      });
       position += n;
     });
     return tokens;
   }
 
-  void subtract(int64_t row, float* advantages) const {
-    int64_t at = 0;
-    tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* g) {
-      alignas(64) double spread_out[kTile];
-      const double* baseline = returns + at;
+  struct Span {
+    const uint8_t* on;
+    const float *returns, *log_probs, *sum_p2, *rho;
+    int64_t n;
+    bool whole;  // all tokens count
+  };
+
+  // Adds tokens of a row to the positions from `at` on; returns how many count.
+  int64_t add_span(const Span& span, int64_t at, double& before) const {
+    alignas(64) double energies[kTile], terms[kTile];
+    const uint8_t* const on = span.on;
+    const int64_t n = span.n;
+    for (int64_t i = 0; i < n; ++i) energies[i] = score_energy(exp_ten_digits(span.log_probs[i]), span.sum_p2[i]);
+    if (span.rho)
+      for (int64_t i = 0; i < n; ++i) energies[i] *= double(span.rho[i]) * double(span.rho[i]);
+    if (!span.whole)
+      for (int64_t i = 0; i < n; ++i) energies[i] = on[i] ? energies[i] : 0.0;
+    running_sums(energies, n, before);
+    if (span.whole) {
+      for (int64_t i = 0; i < n; ++i) returns[at + i] += double(span.returns[i]) * energies[i];
+      for (int64_t i = 0; i < n; ++i) weights[at + i] += energies[i];
+      return n;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const double term = double(span.returns[i]) * energies[i], energy = energies[i];
+      terms[i] = on[i] ? term : 0.0;
+      energies[i] = on[i] ? energy : 0.0;
+    }
+    int64_t active = 0;
+    for (int64_t i = 0; i < n; ++i) {
       if (in.compact) {
-        int64_t next = at;
-        for (int64_t i = 0; i < n; ++i) {
-          spread_out[i] = returns[next];
-          next += on[i] != 0;
+        terms[active] = terms[i];
+        energies[active] = energies[i];
+      }
+      active += on[i] != 0;
+    }
+    const int64_t positions = in.compact ? active : n;
+    for (int64_t i = 0; i < positions; ++i) returns[at + i] += terms[i];
+    for (int64_t i = 0; i < positions; ++i) weights[at + i] += energies[i];
+    return active;
+  }
+
+  void subtract(int64_t row, float* advantages) const {
+    int64_t tokens = 0, position = 0;
+    tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* g) {
+      std::fill_n(advantages + token, n, 0.0f);
+      spans(on, n, [&](int64_t begin, int64_t end, bool whole) {
+        alignas(64) double spread_out[kTile];
+        float* const __restrict to = advantages + token + begin;
+        const int64_t length = end - begin, at = in.compact ? tokens : position + begin;
+        if (whole) {
+          for (int64_t i = 0; i < length; ++i) to[i] = float(double(g[begin + i]) - returns[at + i]);
+          tokens += length;
+          return;
         }
-        at = next;
-        baseline = spread_out;
-      } else {
-        at += n;
-      }
-      float* const __restrict to = advantages + token;
-      for (int64_t i = 0; i < n; ++i) {
-        const float advantage = float(double(g[i]) - baseline[i]);
-        to[i] = on[i] ? advantage : 0.0f;
-      }
+        int64_t next = at;
+        for (int64_t i = 0; i < length; ++i) {
+          spread_out[i] = returns[in.compact ? next : at + i];
+          next += on[begin + i] != 0;
+        }
+        for (int64_t i = 0; i < length; ++i) {
+          const float advantage = float(double(g[begin + i]) - spread_out[i]);
+          to[i] = on[begin + i] ? advantage : 0.0f;
+        }
+        if (in.compact) tokens = next;
+      });
+      position += n;
     });
   }
 
