@@ -148,6 +148,8 @@ def finite_voters(op: str, rewards: Tensor, votes: Tensor) -> None:
     """Raises if a reward that votes is NaN or infinite, naming the row."""
     if not reads_values(rewards, votes):
         return
+    if bool(rewards.sum().isfinite()):  # then each of them is; one pass instead of five
+        return
     bad = (votes != 0) & ~rewards.isfinite()
     if bool(bad.any()):
         row = int(bad.nonzero()[0])

@@ -12,6 +12,7 @@ from fastadv.estimators.groups import STD, Convention, advantages, group_sums, r
 from fastadv.estimators.registry import OP, Estimate, Inputs, estimator, needed
 from fastadv.groups import GroupIndex
 from fastadv.ops.group_advantages import group_advantages
+from fastadv.ops.token_returns import token_returns
 from fastadv.ops.turn_advantages import turn_advantages
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import check_rows
@@ -48,22 +49,14 @@ register(
 register("grpo/verl-agent-trajectory", AGENT, GRPO, "A = (R - mean_G R) / (std_G R + 1e-6)", advantages, reads=())
 
 
-def discounted(step_rewards: Tensor, index: Segments, gamma: float) -> Tensor:
-    """Return of each turn, sum_{k >= t} gamma^(k - t) r_k over its rollout, `[S]` float64: from the last turns of all
-    rollouts to the first, the longest rollouts first so that those with a turn left are a prefix. Waits for a GPU to
-    learn how many these are."""
+def discounted(step_rewards: Tensor, index: Segments, gamma: float, backend: str = "auto") -> Tensor:
+    """Return of each turn, sum_{k >= t} gamma^(k - t) r_k over its rollout, `[S]`: the returns of tokens where turns
+    are the tokens."""
     check_rows(OP, "step_rewards", step_rewards, index.count, index.offsets.device)
-    returns = step_rewards.to(torch.float64, copy=True)
-    turns, longest_first = index.turns().sort(descending=True, stable=True)
-    last = index.offsets[1:].index_select(0, longest_first) - 1  # [B]
-    steps = torch.arange(int(turns[0]) if index.count else 0, device=turns.device)
-    rows = (turns[:, None] > steps).sum(0).tolist()  # with more than 0, 1, ... turns
-    after = returns.index_select(0, last[: rows[0]]) if rows else returns
-    for back, count in enumerate(rows[1:], 1):
-        turn = last[:count] - back
-        after = returns.index_select(0, turn).add_(after[:count], alpha=gamma)
-        returns.index_copy_(0, turn, after)
-    return returns
+    if not step_rewards.is_floating_point():
+        step_rewards = step_rewards.to(torch.float64)
+    turns = torch.ones_like(step_rewards, dtype=torch.bool)
+    return token_returns(turns, index.offsets, token_rewards=step_rewards, gamma=gamma, backend=backend).returns
 
 
 def _check_anchors(anchors: GroupIndex, groups: GroupIndex, index: Segments) -> None:
@@ -85,7 +78,7 @@ def gigpo(inputs: Inputs, *, cross_steps: bool) -> Estimate:
     episode = (over_steps if cross_steps else advantages)(inputs, convention)
     _check_anchors(anchors, needed(inputs.groups), index)
     step = group_advantages(
-        discounted(needed(inputs.step_rewards), index, inputs.options["gamma"]),
+        discounted(needed(inputs.step_rewards), index, inputs.options["gamma"], inputs.backend),
         anchors,
         scale=convention.scale,
         ddof=convention.ddof,
