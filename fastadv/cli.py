@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -373,14 +374,49 @@ def arms() -> None:
     rows = []
     for name, named in ARMS.items():
         arm = named()
-        parameters = "\n".join(f"{key}={value}" for key, value in named.parameters.items())
-        rows.append([name, arm.description, parameters or "–", arm.mask_kind, named.owner])
+        parameters = "".join(f"\n:{key}={value}" for key, value in named.parameters.items())
+        what = f"{arm.description}\n{named.owner}"
+        rows.append([name + parameters, what, arm.baseline, arm.scale, arm.mask_kind])
     caption = (
         "mask: what decides about it. The outcome's is paid for, a predictable one's is not. docs/arms.md has the "
         "equations, and where their owners have the code."
     )
-    columns = ["arm", "what it does", "parameters", "mask", "owner"]
+    columns = ["arm", "what it does, and whose it is", "baseline", "scale", "mask"]
     show_tables([Table("Arms", caption, columns, rows)], console)
+
+
+@app.command()
+def estimators(
+    text: Annotated[
+        str, typer.Argument(help="Show those whose name, owner or level has this text.", show_default=False)
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known of them as JSON.")] = False,
+) -> None:
+    """List the estimators of fastadv.estimate, with their owners' conventions.
+
+    Example: fastadv estimators rloo
+    """
+    from fastadv.estimators import ESTIMATORS
+    from fastadv.replay.tables import Table
+    from fastadv.replay.terminal import show_tables
+
+    found = [e for e in ESTIMATORS.values() if any(text.lower() in part for part in (e.name, e.owner, e.level))]
+    if not found:
+        raise ReplayError(f"no estimator has {text!r} in its name, owner or level; without a text all are listed")
+    if as_json:
+        fields = ("name", "level", "equation", "owner", "code_path", "ddof", "eps", "eps_form", "singleton", "masking",
+                  "needs", "reads")  # fmt: skip
+        typer.echo(json.dumps([{f: getattr(e, f) for f in fields} | {"options": dict(e.options)} for e in found]))
+        return
+    rows = []
+    for e in found:
+        std = "–" if e.eps_form is None else f"ddof {e.ddof:g}, eps {e.eps:g}"
+        rows.append([e.name, e.equation, e.level, f"{e.singleton}\n{std}"])
+    caption = (
+        "alone: what a group with one voter gets; std: how a standard deviation is taken. docs/estimators.md and "
+        "--json say where owners have the code, who votes, and what an estimator reads."
+    )
+    show_tables([Table("Estimators", caption, ["estimator", "equation", "level", "alone, std"], rows)], console)
 
 
 @app.command()

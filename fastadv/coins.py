@@ -316,5 +316,10 @@ class RescueSampler:
             raise ValueError(
                 f"load_state_dict: the state is of {other}, this sampler is {own}; make one like the state's"
             )
-        self._groups = {group: (stale, weight) for group, stale, weight in state["groups"]}
-        self._looks, self._passes = state["looks"], state["passes"]
+        try:
+            groups = {group: (bool(stale), float(weight)) for group, stale, weight in state["groups"]}
+            looks, passes = int(state["looks"]), int(state["passes"])
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"has no {error}" if isinstance(error, KeyError) else f"is broken: {error}"
+            raise ValueError(f"load_state_dict: the state {what}; pass what state_dict gave") from error
+        self._groups, self._looks, self._passes = groups, looks, passes

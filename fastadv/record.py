@@ -414,6 +414,8 @@ def checked(value: Any, hint: Any, where: str) -> Any:
                 f"field {where!r} is an integer with {len(f'{abs(value):x}')} hexadecimal digits"
             ) from error
         return as_float if hint is float else value
+    if hint is float and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"field {where!r} is {value}; it must be a finite number")
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     shown = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)

@@ -166,8 +166,10 @@ def _whole(line: bytes) -> bool:
     """Whether a line without its end is JSON all the same: then nothing of it is lost."""
     try:
         json.loads(line)
-    except ValueError:  # of the encoding too
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return False
+    except ValueError:  # an integer with more digits than Python reads: the reader says so
+        return True
     except RecursionError:  # a line without its end may still be whole: the reader says what is wrong with it
         return line.rstrip().endswith(b"}")
     return True

@@ -51,13 +51,18 @@ def soft_overlong_penalty(
     """
     op = "soft_overlong_penalty"
     if not isinstance(lengths, Tensor):
-        lengths = torch.tensor(lengths, dtype=torch.int64) if len(lengths) == 0 else torch.tensor(lengths)
+        try:
+            lengths = torch.tensor(lengths, dtype=torch.int64) if len(lengths) == 0 else torch.tensor(lengths)
+        except (OverflowError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{op}: lengths holds what is no number of tokens: {error}") from error
     validation.tensor(op, "lengths", lengths, dtypes=validation.INTEGERS)
     _one_dimension(op, "lengths", lengths)
     for name, value in (("max_length", max_length), ("cache_length", cache_length)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass a number of tokens")
         validation.non_negative(op, name, value)
+        if value >= 2**62:
+            raise ValueError(f"{op}: {name} is {value}; a response has fewer than 2^62 tokens")
     if cache_length > max_length:
         raise ValueError(
             f"{op}: cache_length is {cache_length}, max_length {max_length}: the penalty would start at a negative "
@@ -73,7 +78,10 @@ def soft_overlong_penalty(
         raise ValueError(f"{op}: lengths[{row}] is {int(lengths[row])}; a length is at least 0")
     excess = (lengths.to(torch.int64) - (max_length - cache_length)).clamp(min=0).to(torch.float64)  # [B]
     ramp = torch.where(excess > 0, -excess / cache_length if cache_length else -math.inf, 0.0)  # [B]
-    return (factor * (ramp if floor is None else ramp.clamp(min=floor))).to(torch.float32)
+    penalty = (factor * (ramp if floor is None else ramp.clamp(min=floor))).to(torch.float32)
+    if validation.reads_values(penalty) and bool(penalty.isinf().any()):
+        raise ValueError(f"{op}: with factor {factor:g} the penalty of the longest response is beyond float32")
+    return penalty
 
 
 def zero_on_cap(rewards: Tensor, capped: Tensor, *, passed: str = "zero", passing: float = 0.0) -> Tensor:
@@ -144,6 +152,8 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coefficient: float
         raise ValueError(
             f"stop_properly_penalty: coefficient is {coefficient}; pass a factor in [0, 1] or a negative reward"
         )
+    if abs(coefficient) > torch.finfo(rewards.dtype).max:
+        raise ValueError(f"stop_properly_penalty: coefficient is {coefficient:g}, beyond the rewards' {rewards.dtype}")
     shaped = rewards * coefficient if coefficient > 0 else torch.full_like(rewards, coefficient)
     return torch.where(truncated, shaped, rewards)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -165,7 +164,8 @@ def _within(op: str, name: str, values: Tensor, limit_name: str, limit: int) -> 
 
 def _table(op: str, system: str) -> StatusTable:
     if system not in SYSTEMS:
-        raise ValueError(f"{op}: system is {system!r}{_near(system, SYSTEMS)}; it must be one of {', '.join(SYSTEMS)}")
+        near = validation.did_you_mean(system, SYSTEMS)
+        raise ValueError(f"{op}: system is {system!r}{near}; it must be one of {', '.join(SYSTEMS)}")
     return SYSTEMS[system]
 
 
@@ -195,12 +195,7 @@ def _ending(op: str, system: str, table: StatusTable, status: Status, strict: bo
             return Ending.UNKNOWN
     shown = repr(text) if text is None or len(text) <= 80 else repr(text[:80]) + "..."
     valid = ", ".join(repr(name) for name in table.statuses)
+    near = validation.did_you_mean(text, table.statuses)
     raise ValueError(
-        f"{op}: status is {shown}{_near(text or '', table.statuses)}; {system} writes {valid}; strict=False makes "
-        "others Ending.UNKNOWN"
+        f"{op}: status is {shown}{near}; {system} writes {valid}; strict=False makes others Ending.UNKNOWN"
     )
-
-
-def _near(text: str, valid: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(text[:80], valid, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

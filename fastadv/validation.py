@@ -8,7 +8,9 @@ changed, and never becomes a plausible number.
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
@@ -74,6 +76,12 @@ def reads_values(*tensors: Tensor | None) -> bool:
     if _mode == "off" or torch.compiler.is_compiling():
         return False
     return _mode == "on" or on_host(*tensors)
+
+
+def did_you_mean(text: Any, valid: Iterable[str]) -> str:
+    """The valid name nearest to a text, as a remark in brackets; empty if none is near."""
+    near = difflib.get_close_matches(text[:80], list(valid), n=1) if isinstance(text, str) else []
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def choice(op: str, name: str, value: Any, valid: tuple[str, ...]) -> None:

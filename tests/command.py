@@ -23,14 +23,14 @@ class Run(NamedTuple):
     stderr: str
 
 
-def fastadv(*arguments: Any) -> Run:
-    """The command in this process: what it prints and its exit status."""
+def fastadv(*arguments: Any, columns: int = 200) -> Run:
+    """The command in this process, in a terminal of this width: what it prints and its exit status."""
     stdout, stderr = io.StringIO(), io.StringIO()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small products, whose threads would wait for each other where a machine is busy
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", ["fastadv", *map(str, arguments)])
-        patch.setenv("COLUMNS", "200")
+        patch.setenv("COLUMNS", str(columns))
         try:
             cli.main()
             code = 0

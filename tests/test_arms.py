@@ -320,7 +320,7 @@ def test_names_and_parameters() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("masc", "'masc' is no arm; they are none, mask, survivors"),
+        ("masc", "'masc' is no arm .did you mean 'mask'..; they are none, mask, survivors"),
         ("rescue:b=1", "'b=1' is no parameter=value of a, after, seed"),
         ("rescue:a", "'a' is no parameter=value of a, after, seed"),
         ("rescue:a=x", "a is 'x', which is no float"),
@@ -433,3 +433,21 @@ def test_rules_refuse_what_means_nothing(kind: Any, arguments: dict[str, Any], e
 def test_a_condition_that_no_reward_meets() -> None:
     with pytest.raises(ValueError, match="reward_at_most is nan, and no reward is at most that"):
         fa.Arm("x", condition=Condition(reward_at_most=float("nan")))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": 3}, {"description": 4}, {"matched_update": 1}, {"fraction": torch.tensor(0.5)}, {"fraction": True},
+        {"position_edges": (1.5,), "baseline": "turn-reached"}, {"position_edges": (True,), "baseline": "turn-reached"},
+    ],
+)  # fmt: skip
+def test_settings_that_no_file_could_hold_are_refused(given: dict[str, object]) -> None:
+    field = next(iter(given))
+    with pytest.raises(TypeError, match=field):
+        fa.Arm(**{"name": "x", "excludes": (fa.Outcome.BUDGET,), **given})
+
+
+def test_a_misspelt_arm_is_guessed() -> None:
+    with pytest.raises(ValueError, match=r"'turn-reachd' is no arm \(did you mean 'turn-reached'\?\); they are"):
+        fa.named_arm("turn-reachd")

@@ -242,7 +242,7 @@ def test_mistakes_in_arms_are_messages(dump: Path, tmp_path: Path) -> None:
         fails("replay", dump, "--out", tmp_path / "out", "--arms", arms, message=message)
         assert not (tmp_path / "out").exists()
 
-    wrong("masc", "'masc' is no arm; they are none, mask, survivors")
+    wrong("masc", "'masc' is no arm .did you mean 'mask'..; they are none, mask, survivors")
     wrong("mask,mask", "two arms are called 'mask'")
     wrong(",", "no arm is named")
     wrong("rescue:a=2", r"keep is 2\.0; it must be in")
@@ -282,6 +282,28 @@ def test_the_arms_are_listed() -> None:
         assert re.search(rf"^{name} ", run.stdout, re.MULTILINE), name
         for key, value in named.parameters.items():
             assert f"{key}={value}" in run.stdout
+
+
+@pytest.mark.parametrize("command", ["arms", "estimators"])
+def test_lists_fit_eighty_columns(command: str) -> None:
+    """No name is broken, and no line is longer than the terminal."""
+    lines = fastadv(command, columns=80).stdout.splitlines()
+    assert max(map(len, (line.rstrip() for line in lines))) <= 80
+    firsts = {line.split(" ")[0] for line in lines}
+    names = fa.ARMS if command == "arms" else [name for name in fa.ESTIMATORS if len(name) <= 24]
+    assert set(names) <= firsts
+
+
+def test_the_estimators_are_listed() -> None:
+    run = fastadv("estimators", "rloo")
+    assert run.returncode == 0
+    assert all((name in run.stdout) == ("rloo" in name) for name in fa.ESTIMATORS)
+    found = json.loads(fastadv("estimators", "--json").stdout)
+    assert [e["name"] for e in found] == list(fa.ESTIMATORS)
+    assert all(e["code_path"] == fa.ESTIMATORS[e["name"]].code_path for e in found)
+    wrong = fastadv("estimators", "nope")
+    assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
+    assert "no estimator has 'nope'" in wrong.stderr
 
 
 def test_every_named_arm_is_in_the_docs() -> None:

@@ -106,7 +106,7 @@ BOMB = "&a [x], " + ", ".join(f"&{b} [{', '.join(['*' + a] * 10)}]" for a, b in 
         ("- name: x\n  population: survivors", "nothing is excluded"),
         ("- excludes: [budget]", "an arm has no name: .*add a key 'name'"),
         ("- 3", "an arm is 3; describe it by keys and values"),
-        ("- masc", "'masc' is no arm; they are none, mask"),
+        ("- masc", "'masc' is no arm .did you mean 'mask'..; they are none, mask"),
         ("- mask\n- mask", "two arms are called 'mask'"),
         ("name: x", "arms are a YAML list"),
         ("", "arms are a YAML list"),

@@ -205,3 +205,9 @@ def test_rollouts_without_a_turn() -> None:
         "gigpo/verl-agent", torch.ones(0), [], anchor_ids=[], step_rewards=torch.zeros(0), **nothing
     ).advantages
     assert empty.values.shape == (0,)
+
+
+def test_turns_on_the_meta_device_are_refused_by_name() -> None:
+    turn_ids = torch.ones(4, 3, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="turn_ids is on the meta device and has no turns to count; pass a Segments"):
+        fa.estimate("grpo/verl-agent", torch.ones(4, device="meta"), [0, 0, 1, 1], turn_ids=turn_ids)

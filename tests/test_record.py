@@ -407,3 +407,10 @@ def test_every_field_is_described_where_help_shows_it(kind: Any) -> None:
     described = (kind.__doc__ or "").partition("Attributes:\n")[2]
     named = {name for names in re.findall(r"^ {8}([\w, ]+):", described, re.MULTILINE) for name in names.split(", ")}
     assert named == set(hints(kind))
+
+
+def test_an_integer_of_too_many_digits_is_no_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(to_line(record()).replace('"tokens": 100', f'"tokens": {"9" * 5000}'))
+    with pytest.raises(fa.RecordError, match=r"line 1: Exceeds the limit"):
+        fa.read_records(path)

@@ -456,3 +456,23 @@ def test_coins_and_divisors_that_would_be_wrong_without_a_word(call: Callable[[]
 def test_ids_of_arrays_and_of_any_text_have_coins() -> None:
     assert torch.equal(fa.keep(3, np.arange(9), 0.5), fa.keep(3, torch.arange(9), 0.5))
     assert fa.keep(3, ["\ud800"], 1.0).tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": None}, "is broken"),
+        ({"groups": [["a", True]]}, "is broken"),
+        ({"looks": "many"}, "is broken"),
+        ({"passes": ...}, "has no 'passes'"),
+    ],
+)
+def test_a_broken_state_is_refused_whole(change: dict[str, object], message: str) -> None:
+    sampler = fa.RescueSampler(0.5, 3)
+    sampler.weights(["a", "b"], torch.tensor([True, True]))
+    state = {name: value for name, value in {**sampler.state_dict(), **change}.items() if value is not ...}
+    other = fa.RescueSampler(0.5, 3)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=f"load_state_dict: the state {message}"):
+        other.load_state_dict(state)
+    assert other.state_dict() == before

@@ -167,3 +167,18 @@ def test_a_bar_that_no_reward_is_above_is_an_error(rule: Any) -> None:
         rule(torch.ones(1), torch.tensor([True]), passed="keep", passing=math.nan)
     with pytest.raises(ValueError, match="reward_at_most is nan"):
         Condition(reward_at_most=math.nan)
+
+
+def test_lengths_and_factors_beyond_numbers() -> None:
+    with pytest.raises(ValueError, match="lengths holds what is no number of tokens"):
+        fa.soft_overlong_penalty([2**70], 10, 5)
+    with pytest.raises(ValueError, match=r"max_length is 1180591620717411303424; a response has fewer than 2\^62"):
+        fa.soft_overlong_penalty([3], 2**70, 5)
+    with pytest.raises(ValueError, match=r"with factor 1e\+300 the penalty of the longest response is beyond float32"):
+        fa.soft_overlong_penalty([12], 10, 5, factor=1e300)
+
+
+def test_a_penalty_that_the_rewards_dtype_does_not_hold() -> None:
+    rewards, truncated = torch.ones(2, dtype=torch.float16), torch.tensor([True, False])
+    with pytest.raises(ValueError, match=r"coefficient is -1e\+09, beyond the rewards' torch.float16"):
+        fa.stop_properly_penalty(rewards, truncated, -1e9)

@@ -240,3 +240,14 @@ def test_a_nan_that_counts_stays_visible(name: str, backend: str) -> None:
         dirty = given[key].clone()
         dirty[0] = torch.nan
         assert fa.estimate(name, **{**given, key: dirty}).advantages.isnan().any(), key
+
+
+@pytest.mark.parametrize("owner", ["verl", "miles", "openrlhf"])
+def test_rewards_too_far_apart_to_be_whitened(owner: str) -> None:
+    rewards, mask = torch.tensor([3.4e38, -3.4e38, -3.4e38, 1.0]), torch.ones(4, 2, dtype=torch.bool)
+    name = f"reinforce_plus_plus_baseline/{owner}"
+    with pytest.raises(
+        ValueError, match=r"rewards\[0\] is 3\.4e\+38, too far from its group's mean for torch\.float32"
+    ):
+        fa.estimate(name, rewards, [0, 0, 0, 0], mask=mask)
+    assert fa.estimate(name, rewards * 1e-3, [0, 0, 0, 0], mask=mask).advantages.isfinite().all()

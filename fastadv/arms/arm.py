@@ -114,6 +114,9 @@ class Arm:
 
     def __post_init__(self) -> None:
         op = self._op
+        for name, plain in (("name", str), ("description", str), ("matched_update", bool)):
+            if not isinstance(getattr(self, name), plain):
+                raise TypeError(f"{op}: {name} is {getattr(self, name)!r}; pass a {plain.__name__}")
         for name, kind in (("excludes", Outcome), ("endings", Ending)):
             object.__setattr__(self, name, _members(op, name, getattr(self, name), kind))
         object.__setattr__(self, "position_edges", tuple(self.position_edges))
@@ -125,6 +128,10 @@ class Arm:
         validation.choice(op, "divisor", self.divisor, DIVISORS)
         validation.choice(op, "weighted", self.weighted, WEIGHTED)
         validation.non_negative(op, "kappa", self.kappa)
+        validation.non_negative(op, "fraction", self.fraction)
+        for edge in self.position_edges:
+            if isinstance(edge, bool) or not isinstance(edge, int):
+                raise TypeError(f"{op}: position_edges holds {edge!r}; pass positions, integers")
         check_seed(op, self.seed)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"{op}: fraction is {self.fraction}; it must be in [0, 1]")

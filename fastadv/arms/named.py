@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from fastadv import validation
 from fastadv.arms.arm import CAPPED, Arm
 from fastadv.arms.rules import (
     Condition,
@@ -262,7 +263,7 @@ def named_arm(text: str, *, seed: int = 0) -> Arm:
     """
     name, _, rest = (part.strip() for part in text.partition(":"))
     if name not in ARMS:
-        raise ValueError(f"{name!r} is no arm; they are {', '.join(ARMS)}")
+        raise ValueError(f"{name!r} is no arm{validation.did_you_mean(name, ARMS)}; they are {', '.join(ARMS)}")
     known = {**ARMS[name].parameters, "seed": seed}
     given: dict[str, int | float | str] = {"seed": seed}
     said: set[str] = set()

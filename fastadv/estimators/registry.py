@@ -6,7 +6,6 @@ differently. `estimate` checks that what it gets is what the estimator reads.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -200,9 +199,9 @@ def named(name: str) -> Estimator:
         return _registered[name]
     text = name if isinstance(name, str) else ""
     of_method = sorted(other for other in _registered if text and other.startswith(f"{text}/"))
-    near = of_method or difflib.get_close_matches(text, _registered, n=1)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise ValueError(f"{OP}: there is no estimator {name!r}; {hint}names are {', '.join(sorted(_registered))}")
+    meant = f" (did you mean {' or '.join(map(repr, of_method))}?)" if of_method else ""
+    hint = meant or validation.did_you_mean(text, _registered)
+    raise ValueError(f"{OP}: there is no estimator {name!r}{hint}; names are {', '.join(sorted(_registered))}")
 
 
 def estimate(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastadv import validation
 from fastadv.estimators.groups import OPENRLHF, VERL, VERL_DATE
 from fastadv.estimators.registry import OP, Estimate, Inputs, estimator, needed
 from fastadv.ops.group_advantages import group_advantages
@@ -98,8 +99,20 @@ def reinforce_plus_plus_openrlhf(given: Inputs) -> Estimate:
 
 
 def _centred(given: Inputs, singleton: str) -> Tensor:
-    """Rewards minus their group's mean, `[B]`."""
-    return group_advantages(needed(given.rewards), needed(given.groups), singleton=singleton, backend=given.backend)
+    """Rewards minus their group's mean, `[B]`.
+
+    Raises:
+        ValueError: a difference that its dtype does not hold: whitening would make NaN of it, and of all others.
+    """
+    rewards = needed(given.rewards)
+    centred = group_advantages(rewards, needed(given.groups), singleton=singleton, backend=given.backend)
+    if validation.reads_values(centred) and not bool(centred.sum().isfinite()) and bool(centred.isinf().any()):
+        row = int(centred.isinf().nonzero()[0])
+        raise ValueError(
+            f"{OP}: rewards[{row}] is {float(rewards[row]):g}, too far from its group's mean for {centred.dtype}; "
+            "scale the rewards, whitening undoes it"
+        )
+    return centred
 
 
 def _whitened_rows(given: Inputs, rewards: Tensor, convention: dict[str, Any]) -> Tensor:

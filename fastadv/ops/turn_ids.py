@@ -174,6 +174,10 @@ def segments(turn_ids: Tensor | Segments, cu_seqlens: Tensor | None = None, *, b
         return turn_ids
     rows = Rows.of(op, "turn_ids", turn_ids, cu_seqlens)
     validation.tensor(op, "turn_ids", turn_ids, dtypes=(torch.int32, torch.int64))
+    if turn_ids.is_meta:
+        raise ValueError(
+            f"{op}: turn_ids is on the meta device and has no turns to count; pass a Segments in place of turn_ids"
+        )
     name = dispatch.resolve(op, backend, device=turn_ids.device)
     if name == "reference":
         if bool((turn_ids < -1).any()):

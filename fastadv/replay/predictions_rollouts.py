@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, freeze
-from fastadv.arms.baselines import baselines
+from fastadv.arms.baselines import baselines, rollout_means
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import DRAWS, arm_weights, project
@@ -123,10 +123,9 @@ def norm_elasticity(
 
 
 def rollout_baselines(arm: Arm, batch: Batch) -> Tensor:
-    """Baseline of each rollout, averaged over its turns, `[B]`."""
+    """Baseline of each rollout, averaged over its sampled tokens as in a step record, `[B]`."""
     values = baselines(arm, batch, freeze(batch, excludes=arm.excludes, kappa=arm.kappa))
-    row, turns = batch.segments.row_of_segment(), batch.segments.turns()
-    return torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, row, values) / turns.clamp(min=1)
+    return rollout_means(batch, arm.segments(batch), values)
 
 
 # ---- P4 --------------------------------------------------------------------------------------------------------------
