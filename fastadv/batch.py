@@ -267,7 +267,8 @@ class Batch:
                 f"{self.num_tokens} tokens, {int(self.mask.sum())} of them sampled",
             ]
         layout = "padded" if self.cu_seqlens is None else "packed"
-        known = [name for name in ("rollout_log_probs", "token_ids") if getattr(self, name) is not None]
+        optional = ("rollout_log_probs", "token_ids", "endings", "versions")
+        known = [name for name in optional if getattr(self, name) is not None]
         parts += [f"{layout} {list(self.mask.shape)} on {self.mask.device}", *(f"with {name}" for name in known)]
         return f"Batch({', '.join(parts)})"
 

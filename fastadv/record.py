@@ -74,7 +74,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Staleness:
+class RecordedStaleness:
     """How old the weights were that sampled, in versions of the weights.
 
     Attributes:
@@ -216,7 +216,7 @@ class StepRecord:
     update_norm: float | None = None
     learning_rate_multiplier: float | None = None
     loss_metrics: dict[str, float | None] = field(default_factory=dict)
-    staleness: Staleness | None = None
+    staleness: RecordedStaleness | None = None
     wall_clock_s: float | None = None
     kept_s: float | None = None
     excluded_s: float | None = None
@@ -321,7 +321,7 @@ class StepRecord:
         if told or dropped_groups is not None or kept_groups is not None:
             parts = ("mean", "most", "in_flight", "in_queue")
             ages = {part: m[f"staleness/{part}"] for part in parts if told}
-            staleness = Staleness(**ages, dropped_groups=dropped_groups, kept_groups=kept_groups)
+            staleness = RecordedStaleness(**ages, dropped_groups=dropped_groups, kept_groups=kept_groups)
         return cls(
             step=step,
             arm=arm.name,

@@ -18,7 +18,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
-from fastadv.record import Bucket, ByOutcome, Counts, LongCorrect, Spread, Staleness, StepRecord, arm_settings, hints
+from fastadv.record import (
+    Bucket,
+    ByOutcome,
+    Counts,
+    LongCorrect,
+    RecordedStaleness,
+    Spread,
+    StepRecord,
+    arm_settings,
+    hints,
+)
 from fastadv.record_file import from_line, last_of_each_step, to_line
 from fastadv.record_measures import measure
 
@@ -89,7 +99,7 @@ def test_a_batch_by_hand(layout: str) -> None:
     assert (r.excluded_rate, r.excluded_token_rate) == (close(1 / 6), close(3 / 15))
     assert (r.advantage_square, r.advantage_variance) == (close(24 / 9 / 15), close(152 / 81 / 15))
     assert (r.reference_square, r.reference_variance) == (close(4 / 15), close(320 / 81 / 15))
-    assert r.staleness == Staleness(28 / 16, 5.0, 5 / 7, 11 / 7, 2, None)
+    assert r.staleness == RecordedStaleness(28 / 16, 5.0, 5 / 7, 11 / 7, 2, None)
     assert (r.kept_s, r.excluded_s, r.wall_clock_s) == (59.0, 68.0, 9.0)
     assert (r.clip_ratio, r.update_norm, r.learning_rate_multiplier) == (0.25, 1.5, 0.75)
     assert (r.loss_metrics, r.cost) == ({"approx_kl": None}, {"gpu_hours": 0.5})
@@ -199,7 +209,7 @@ def test_a_batch_without_rollouts_has_no_rates() -> None:
     r = StepRecord.of(empty, ARM.apply(empty, statistics), statistics, step=0, arm=ARM, train_version=1)
     assert (r.rollouts, r.tokens, r.prompts) == (0, 0, 0)
     assert (r.success_rate, r.b, r.b_by_prompt, r.advantage_variance) == (None, None, Spread(0), None)
-    assert r.staleness == Staleness()
+    assert r.staleness == RecordedStaleness()
     assert from_line(to_line(r)) == r
 
 
@@ -219,7 +229,8 @@ def test_what_does_not_fit_is_refused() -> None:
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 FULL = record(
-    3, "b", run="seed 1", coin_seed=-4, staleness=Staleness(1.5, 3.0, 0.5, 1.0, 2, 1), ran_tests=ByOutcome(0.5, 0.75),
+    3, "b", run="seed 1", coin_seed=-4, staleness=RecordedStaleness(1.5, 3.0, 0.5, 1.0, 2, 1),
+    ran_tests=ByOutcome(0.5, 0.75),
     clip_ratio=0.1, update_norm=2.0, learning_rate_multiplier=0.5, loss_metrics={"approx_kl": 0.01, "entropy": None},
     wall_clock_s=1.5, kept_s=3.0, excluded_s=4.0, cost={"gpu_hours": 0.25},
     mask_share_by_difficulty=(Bucket("hard", 0.5, 8), Bucket("easy", None, 0)),
@@ -387,14 +398,14 @@ def test_repeated_steps_count_as_they_were_recorded_last() -> None:
 
 # ---- the page of the format ------------------------------------------------------------------------------------------
 
-PARTS = (Counts, ByOutcome, Spread, Staleness, Bucket, LongCorrect)
+PARTS = (Counts, ByOutcome, Spread, RecordedStaleness, Bucket, LongCorrect)
 
 
 @pytest.mark.row(47)
 def test_the_page_has_every_field_and_no_other() -> None:
     text = (DOCS / "step_record.md").read_text()
     named = documented("step_record.md") & set(re.findall(r"`(\w+)`", text))
-    spread_and_age = set(hints(Spread)) | set(hints(Staleness))
+    spread_and_age = set(hints(Spread)) | set(hints(RecordedStaleness))
     assert named == set(hints(StepRecord)) | spread_and_age
     for part in PARTS:
         for name in hints(part):

@@ -15,7 +15,7 @@ from step_records import ARMS, record, run
 
 import fastadv as fa
 from fastadv.arms.text import arm_settings
-from fastadv.record import Bucket, ByOutcome, LongCorrect, Staleness, StepRecord
+from fastadv.record import Bucket, ByOutcome, LongCorrect, RecordedStaleness, StepRecord
 from fastadv.replay.plots import label
 from fastadv.replay.record_plots import NamedRun, long_correct_totals, rates_of_change, record_figures
 from fastadv.replay.record_report import report, role_of
@@ -49,7 +49,7 @@ def report_of_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("runs")
     everything: dict[str, Any] = {
         "clip_ratio": lambda s: 0.1, "update_norm": lambda s: 1.0, "wall_clock_s": lambda s: 3600.0,
-        "staleness": lambda s: Staleness(1.0, 2.0), "ran_tests": lambda s: ByOutcome(solved=0.5),
+        "staleness": lambda s: RecordedStaleness(1.0, 2.0), "ran_tests": lambda s: ByOutcome(solved=0.5),
         "mask_share_by_difficulty": lambda s: (Bucket("hard", 0.4, 8), Bucket("easy", 0.1, 8)),
         "truncation_rate_by_difficulty": lambda s: (Bucket("hard", 0.5, 8),),
         "long_correct": lambda s: (LongCorrect(True, False, 2, -0.5), LongCorrect(True, True, 1, 0.5)),

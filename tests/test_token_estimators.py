@@ -185,6 +185,38 @@ def test_the_optimal_token_baseline_is_that_of_the_returns(name: str, positions:
     assert not torch.equal(alone, returns)
 
 
+@pytest.mark.parametrize("positions", ["all", "sampled"])
+@pytest.mark.parametrize("runs", [(1, 2), (1, 40), (30, 700), (900, 3000)])
+def test_the_optimal_token_baseline_over_runs_of_any_length(runs: tuple[int, int], positions: str) -> None:
+    """Turns that end inside of tiles of 1024 tokens, at their ends, and beyond: in C++ runs and short pieces go two
+    ways, and NaN lies between them."""
+    g = torch.Generator().manual_seed(runs[1])
+    rows = []
+    for length in (2500, 1024, 0, 4096, 2049, 1):
+        mask = torch.zeros(length, dtype=torch.bool)
+        at, on = 0, bool(torch.randint(2, (), generator=g))
+        while at < length:
+            end = at + int(torch.randint(*runs, (), generator=g))
+            mask[at:end] = on
+            at, on = end, not on
+        rows.append(mask)
+    mask = torch.cat(rows)
+    cu_seqlens = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    given = [torch.rand(len(mask), generator=g) for _ in range(4)]
+    given = [torch.where(mask, t, torch.nan) for t in (given[0], given[1].log(), given[2], given[3])]
+
+    def found(dtype: torch.dtype, backend: str) -> Tensor:
+        returns, log_probs, sum_p2, rho = (t.to(dtype) for t in given)
+        return fa.optimal_token_baseline(
+            returns, mask, [0, 1, 0, 0, 1, 1], log_probs, sum_p2, cu_seqlens, is_weights=rho, positions=positions,
+            backend=backend,
+        )  # fmt: skip
+
+    torch.testing.assert_close(
+        found(torch.float32, "cpu").double(), found(torch.float64, "reference"), rtol=1e-6, atol=1e-6
+    )
+
+
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 DEGENERATE = {
