@@ -9,12 +9,16 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -67,19 +71,21 @@ class MatchedUpdate:
     @contextmanager
     def scaled_learning_rates(self, optimizer: Optimizer) -> Iterator[None]:
         """Multiplies the learning rates of all groups inside of the context, and puts them back:
-        `with matched.scaled_learning_rates(optimizer): optimizer.step()`."""
+        `with matched.scaled_learning_rates(optimizer): optimizer.step()`. A scheduler steps outside of it: what it sets
+        inside is lost."""
+        _check_rates("scaled_learning_rates", optimizer)
         rates = {id(group["lr"]): group["lr"] for group in optimizer.param_groups}  # groups may share a tensor
-        tensors = [(rate, rate.clone()) for rate in rates.values() if isinstance(rate, Tensor)]
+        tensors = [(rate, rate.detach().clone()) for rate in rates.values() if isinstance(rate, Tensor)]
         numbers = [(group, group["lr"]) for group in optimizer.param_groups if not isinstance(group["lr"], Tensor)]
         try:
             for rate, _ in tensors:
-                rate.mul_(self.multiplier)
+                rate.detach().mul_(self.multiplier)
             for group, rate in numbers:
                 group["lr"] = rate * self.multiplier
             yield
         finally:
             for rate, before in tensors:
-                rate.copy_(before)
+                rate.detach().copy_(before)
             for group, rate in numbers:
                 group["lr"] = rate
 
@@ -95,7 +101,8 @@ def update_norms(
     Nothing is changed: not parameters, gradients, the optimizer's state, step counts, hooks, a scheduler's count, nor
     random numbers. Each gradient starts from the optimizer's present state. The step is computed in float64 from the
     state as it is, by the optimizer's own code without foreach, fused and capturable, and is not rounded to the
-    parameters' dtype: at a learning rate of 1e-6 most of a bfloat16 parameter would not move at all.
+    parameters' dtype: at a learning rate of 1e-6 most of a bfloat16 parameter would not move at all. Of a step below
+    1e-10 of the weights float64 keeps fewer than six digits.
 
     Memory: float64 copies of one parameter (of its shard), its gradient and its state, and what the optimizer's code
     needs beside them, for the optimizers of torch.optim; of all parameters at once for any other class, whose step may
@@ -115,11 +122,15 @@ def update_norms(
         name -> UpdateNorm, the same on all ranks of the group.
 
     Raises:
-        TypeError: not an optimizer of torch, a complex gradient, a plain gradient of a DTensor.
-        ValueError: an optimizer that needs a closure, a list of another length, a gradient of another shape, DTensors
-            with shards outside of the group.
+        TypeError: not an optimizer of torch or one that cannot be copied, no mapping of lists, a gradient that is no
+            tensor of real numbers, a plain gradient of a DTensor.
+        ValueError: an optimizer that needs a closure, holds a parameter twice, or whose code fails on these gradients
+            in float64; a list of another length, a gradient of another shape or device, DTensors with shards outside
+            of the group.
     """
     _check_optimizer(optimizer)
+    if not isinstance(gradients, Mapping):
+        raise TypeError(f"update_norms: gradients is a {type(gradients).__name__}; pass a dict of a list per name")
     names = list(gradients)
     if not names:
         raise ValueError("update_norms: gradients is empty; pass one list of gradients per name")
@@ -150,9 +161,13 @@ def matched_update(
 
     Raises:
         ValueError: an arm that does not move the weights, or by a number that is not finite; an optimizer whose step is
-            not proportional to its learning rate (Adafactor above 1/sqrt(step), Rprop after its first step, ASGD).
+            not proportional to its learning rate (Adafactor above 1/sqrt(step), Rprop after its first step, ASGD), or
+            that has none; what `update_norms` refuses.
+        TypeError: as of `update_norms`.
     """
     validation.choice("matched_update", "match", match, MATCHES)
+    _check_optimizer(optimizer)
+    _check_rates("matched_update", optimizer)
     norms = update_norms(optimizer, {"reference": reference, "other": other}, process_group=process_group)
     target, start = (getattr(norms[name], match) for name in ("reference", "other"))
     for name, norm in (("reference", target), ("other", start)):
@@ -167,7 +182,8 @@ def matched_update(
     if not abs(reached - target) <= TOLERANCE * target:
         raise ValueError(
             f"matched_update: with learning rates times {multiplier:.6g} the norm is {reached:.9g}, not {target:.9g}: "
-            f"the step of {type(optimizer).__name__} is not proportional to its learning rate here"
+            f"the step of {type(optimizer).__name__} is not proportional to its learning rate here, or too small "
+            "beside the weights for float64"
         )
     return MatchedUpdate(multiplier, match, norms["reference"], norms["other"], scaled)
 
@@ -195,11 +211,26 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
+def _check_rates(op: str, optimizer: Optimizer) -> None:
+    """Raises unless every group has a learning rate that can be scaled."""
+    for i, group in enumerate(optimizer.param_groups):
+        rate = group.get("lr")
+        if not (rate.is_floating_point() if isinstance(rate, Tensor) else isinstance(rate, Real)):
+            raise ValueError(
+                f"{op}: param_groups[{i}]['lr'] of {type(optimizer).__name__} is {rate!r}; what is scaled is a "
+                "learning rate that is a number or a floating-point tensor"
+            )
+
+
 def _checked(optimizer: Optimizer, name: str, gradients: Gradients | None) -> list[_Member]:
     """All parameters, with gradients that fit."""
     held = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if len({id(parameter) for _, parameter in held}) < len(held):
+        raise ValueError("update_norms: the optimizer holds a parameter twice and would step it twice; give it once")
     if gradients is None:
         gradients = [parameter.grad for _, parameter in held]
+    if not isinstance(gradients, Sequence):
+        raise TypeError(f"update_norms: {name!r} is a {type(gradients).__name__}; pass a list with one gradient each")
     if len(gradients) != len(held):
         raise ValueError(
             f"update_norms: {name!r} has {len(gradients)} gradients, the optimizer {len(held)} parameters; pass one "
@@ -211,7 +242,12 @@ def _checked(optimizer: Optimizer, name: str, gradients: Gradients | None) -> li
         members.append(_Member(where, group, parameter, gradient))
         if gradient is None:
             continue
-        if not gradient.is_floating_point() or is_dtensor(gradient) != is_dtensor(parameter):
+        if not isinstance(gradient, Tensor):
+            raise TypeError(
+                f"update_norms: the gradient of {where} is a {type(gradient).__name__}; pass a tensor or None"
+            )
+        real = gradient.is_floating_point() and parameter.is_floating_point()
+        if not real or is_dtensor(gradient) != is_dtensor(parameter):
             raise TypeError(
                 f"update_norms: the gradient of {where} is a {type(gradient).__name__} of {gradient.dtype}, which is a "
                 f"{type(parameter).__name__} of {parameter.dtype}; pass real numbers, and DTensors for DTensors"
@@ -220,6 +256,11 @@ def _checked(optimizer: Optimizer, name: str, gradients: Gradients | None) -> li
             raise ValueError(
                 f"update_norms: the gradient of {where} has shape {list(gradient.shape)}, the parameter "
                 f"{list(parameter.shape)}; lists follow the order of optimizer.param_groups"
+            )
+        if gradient.device != parameter.device or gradient.is_meta:
+            raise ValueError(
+                f"update_norms: the gradient of {where} is on {gradient.device}, the parameter on {parameter.device}; "
+                "both have to be on one device, with values"
             )
     return members
 
@@ -230,18 +271,17 @@ def _norms(
 ) -> list[UpdateNorm]:
     """Of each list of gradients, with learning rates times a factor."""
     parameters = [member.parameter for member in lists[0]]
-    device = parameters[0].device
+    device = parameters[0].device if parameters else torch.get_default_device()
     gpus = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
-    # The optimizers of torch.optim treat each parameter for itself; any other class gets all of them together.
-    alone = type(optimizer).__module__.startswith("torch.optim.")
+    alone = _steps_alone(optimizer)
     squares = torch.zeros(len(lists), 3, dtype=torch.float64, device=device)  # update, gradient part, gradient
     for row, members in zip(squares, lists, strict=True):
         for part in [[m] for m in members if m.gradient is not None] if alone else [members]:
-            with torch.random.fork_rng(gpus, enabled=not alone):
+            with nullcontext() if alone else _random_numbers_kept(gpus):
                 changes = _changes(optimizer, part, factor)
             undecayed = changes
             if any(m.group.get("weight_decay") for m in part):
-                with torch.random.fork_rng(gpus, enabled=not alone):
+                with nullcontext() if alone else _random_numbers_kept(gpus):
                     undecayed = _changes(optimizer, part, factor, weight_decay=0.0)
             for member, *values in zip(part, changes, undecayed, strict=True):
                 if member.gradient is not None:
@@ -253,6 +293,23 @@ def _norms(
     return [UpdateNorm(*row) for row in reduced(squares, process_group).sqrt().tolist()]
 
 
+def _steps_alone(optimizer: Optimizer) -> bool:
+    """Whether each parameter is stepped for itself, as torch.optim does; any other class gets all of them together."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+@contextmanager
+def _random_numbers_kept(gpus: list[int]) -> Iterator[None]:
+    """Puts back the state of the generators of torch, Python and NumPy."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
 def _dense(gradient: Tensor) -> Tensor:
     """The numbers of a gradient, sparse or not."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -260,55 +317,97 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _changes(optimizer: Optimizer, members: list[_Member], factor: float, **options: float) -> list[Tensor]:
     """What a step would add to these parameters, float64; group options are replaced by those given."""
+    name = type(optimizer).__name__
     twins = {m.parameter: nn.Parameter(m.parameter.to(torch.float64, copy=True)) for m in members}
     memo: dict[int, Any] = {id(parameter): twin for parameter, twin in twins.items()}
-    double = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            setattr(double, name, OrderedDict())
-        elif name not in ("step", "state", "param_groups"):  # a scheduler's counter wraps "step"
-            setattr(double, name, _copied(optimizer, name, value, memo))
-    double.defaults |= {name: False for name in PLAIN if name in double.defaults}
-    double.param_groups = []
+    groups = []
     for group in optimizer.param_groups:
         mine = [m for m in members if m.group is group]
         if not mine:
             continue
-        other = {name: _widened(value, memo) for name, value in group.items() if name != "params"}
-        other |= {name: False for name in PLAIN if name in group}
-        other |= {name: value for name, value in options.items() if name in group}
+        other = {
+            key: _copied(f"option {key!r} of {name}", value, memo) for key, value in group.items() if key != "params"
+        }
+        other |= {key: False for key in PLAIN if key in group}
+        other |= {key: value for key, value in options.items() if key in group}
         if factor != 1:
             other["lr"] = other["lr"] * factor
         if isinstance(other.get("eps"), tuple) and other["eps"][0] is None:  # Adafactor's depends on the dtype
             other["eps"] = (torch.finfo(mine[0].parameter.dtype).eps, *other["eps"][1:])
-        double.param_groups.append({**other, "params": [twins[m.parameter] for m in mine]})
-    double.state = defaultdict(dict)
-    for parameter, twin in twins.items():
-        if parameter in optimizer.state:
-            double.state[twin] = _widened(optimizer.state[parameter], memo)
+        memo[id(group)] = {**other, "params": [twins[m.parameter] for m in mine]}
+        groups.append(memo[id(group)])
+    state: dict[Any, Any] = defaultdict(dict)
+    shared = [] if _steps_alone(optimizer) else [key for key in optimizer.state if not isinstance(key, Tensor)]
+    for key in (*twins, *shared):
+        if key in optimizer.state:
+            state[twins.get(key, key)] = _copied(f"the state of {name}", optimizer.state[key], memo)
+    memo |= {id(optimizer.param_groups): groups, id(optimizer.state): state}
+    double = _double(optimizer, memo)
     for m in members:
         twins[m.parameter].grad = None if m.gradient is None else m.gradient.to(torch.float64, copy=True)
-    # Without the wrapper that runs the hooks which are registered for all optimizers.
-    inspect.unwrap(type(optimizer).step, stop=lambda step: not getattr(step, "hooked", False))(double)
+    try:
+        double.step()
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"update_norms: a dry run of {name} in float64, of {members[0].name}, stopped with {type(error).__name__}: "
+            f"{error}"
+        ) from error
     return [(twins[m.parameter] - m.parameter.to(torch.float64)).detach() for m in members]
 
 
-def _copied(optimizer: Optimizer, name: str, value: Any, memo: dict[int, Any]) -> Any:
+def _double(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy without hooks; of what is in `memo`, the copy that is there."""
+    kind = type(optimizer)
+    double = memo[id(optimizer)] = object.__new__(_without_hooks(kind))  # type: ignore[arg-type]
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):
+            setattr(double, key, OrderedDict())
+        elif key != "step":  # a scheduler's counter wraps it
+            setattr(double, key, _copied(f"attribute {key!r} of {kind.__name__}", value, memo))
+    double.defaults |= {key: False for key in PLAIN if key in double.defaults}
+    return double
+
+
+@cache
+def _without_hooks(kind: type[Optimizer]) -> type[Optimizer]:
+    """The class, with its step, and those that it reaches by super(), without the wrapper around them that runs the
+    hooks which are registered for all optimizers."""
+    inherited = [base for base in kind.__bases__ if issubclass(base, Optimizer) and base is not Optimizer]
+    bases = [_without_hooks(base) for base in inherited]  # type: ignore[arg-type]
+    step = inspect.unwrap(kind.step, stop=lambda step: not getattr(step, "hooked", False))
+    return type(kind.__name__, (kind, *bases), {"step": step})
+
+
+def _copied(what: str, value: Any, memo: dict[int, Any]) -> Any:
     try:
-        return copy.deepcopy(value, memo)
+        return _widened(value, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise TypeError(
-            f"update_norms: attribute {name!r} of {type(optimizer).__name__} cannot be copied for a dry run ({error}); "
-            "pass the optimizer inside of it"
+            f"update_norms: {what} cannot be copied for a dry run ({error}); pass the optimizer inside of it"
         ) from error
 
 
 def _widened(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of an optimizer's state or options, tensors in float64."""
+    """A copy of an optimizer's state, option or attribute, tensors in float64. What is one object stays one."""
+    if id(value) in memo:
+        return memo[id(value)]
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+        dtype = torch.float64 if value.is_floating_point() else value.dtype
+        memo[id(value)] = value.detach().to(dtype, copy=True)
+        return memo[id(value)]
     if isinstance(value, dict):
-        return {key: _widened(x, memo) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_widened(x, memo) for x in value]
+        table = memo[id(value)] = copy.copy(value)
+        table.clear()
+        table.update({_widened(key, memo): _widened(x, memo) for key, x in value.items()})
+        return table
+    if isinstance(value, Optimizer):  # inside of a wrapper
+        return _double(value, memo)
+    if type(value) is list:
+        other = memo[id(value)] = []
+        other.extend(_widened(x, memo) for x in value)
+        return other
+    if type(value) is tuple:
+        return tuple(_widened(x, memo) for x in value)
     return copy.deepcopy(value, memo)
