@@ -88,12 +88,13 @@ def divisor(
         raise ValueError(f"divisor: rule is {rule!r} and constant is {constant}; one needs the other")
     if constant is not None:
         validation.count("divisor", "constant", constant, positive=True)
+    weights = weights.detach()
     each = weights.to(torch.float64) if group_ids is None else _of_groups(weights, group_ids)  # [G]
     candidates = each.shape[0]
     if rule == "candidates":
         value = each.new_tensor(candidates)
     elif rule == "constant":
-        value = each.new_tensor(constant)
+        value = torch.as_tensor(constant).to(each).reshape(())
     else:
         value = each.sum() if rule == "hajek" else (each > 0).sum().to(torch.float64)
         value = torch.where(value > 0, value, candidates)

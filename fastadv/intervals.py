@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from fastadv import validation
+
 Z = 1.959963984540054  # of 95 %
 
 
@@ -25,7 +27,9 @@ NOTHING = Interval(math.nan, math.nan, math.nan)
 
 
 def wilson(hits: int, total: int) -> Interval:
-    """A share with Wilson's score interval, which keeps to [0, 1] and has a length for 0 and for all hits."""
+    """A share with Wilson's score interval, which keeps to [0, 1] and has a length for 0 and for all hits. Raises
+    ValueError or TypeError for what are no counts."""
+    _check("wilson", hits, total)
     if total == 0:
         return NOTHING
     p, spread = hits / total, Z * Z / total
@@ -36,7 +40,10 @@ def wilson(hits: int, total: int) -> Interval:
 
 
 def difference(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
-    """The first share minus the second, with Newcombe's hybrid score interval (his method 10)."""
+    """The first share minus the second, with Newcombe's hybrid score interval (his method 10). Raises
+    ValueError or TypeError for what are no counts."""
+    for h, n in zip(hits, totals, strict=True):
+        _check("difference", h, n)
     if 0 in totals:
         return NOTHING
     (p, p_low, p_high), (q, q_low, q_high) = (wilson(h, n) for h, n in zip(hits, totals, strict=True))
@@ -46,10 +53,17 @@ def difference(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
 
 def odds_ratio(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
     """The first share's odds over the second's, with half a count added to each cell (Haldane and Anscombe) and Woolf's
-    interval on the logarithm."""
+    interval on the logarithm. Raises ValueError or TypeError for what are no counts."""
+    for h, n in zip(hits, totals, strict=True):
+        _check("odds_ratio", h, n)
     if 0 in totals:
         return NOTHING
     cells = [count + 0.5 for h, n in zip(hits, totals, strict=True) for count in (h, n - h)]
     log = math.log(cells[0] * cells[3] / (cells[1] * cells[2]))
     half = Z * math.sqrt(sum(1 / cell for cell in cells))
     return Interval(math.exp(log), math.exp(log - half), math.exp(log + half))
+
+
+def _check(op: str, hits: int, total: int) -> None:
+    validation.integer(op, "total", total)
+    validation.integer(op, "hits", hits, most=total)

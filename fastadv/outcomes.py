@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,9 +98,12 @@ def outcomes_of(
         Outcomes: `outcomes` and `capped`, as `Batch.of` takes them.
 
     Raises:
-        ValueError, TypeError: a value that is no Ending, other lengths, an infinite reward, another timeout.
+        ValueError, TypeError: a value that is no Ending, other lengths, an infinite reward, another timeout, a
+            threshold that is no finite number.
     """
     op = "outcomes_of"
+    if isinstance(solved_above, bool) or not isinstance(solved_above, Real) or not math.isfinite(solved_above):
+        raise ValueError(f"{op}: solved_above is {solved_above!r}; it must be a finite number")
     if timeout not in (Outcome.INFRA, Outcome.BUDGET):
         raise ValueError(f"{op}: timeout is {timeout!r}; it must be Outcome.INFRA or Outcome.BUDGET")
     endings = ending_tensor(endings, op=op)
@@ -137,7 +142,7 @@ def _is_any(values: Tensor, members: Sequence[Ending]) -> Tensor:
 
 @dataclass(frozen=True)
 class Census:
-    """Counts of outcomes. Rates are shares of all rollouts.
+    """Counts of outcomes. Rates are shares of all rollouts. Counts or tables that do not add up are a ValueError.
 
     Attributes:
         counts: rollouts by Outcome, all four of them.
@@ -151,6 +156,16 @@ class Census:
     steps: Tensor | None = None  # [S]
     by_step: Tensor | None = None  # [S, 4]
 
+    def __post_init__(self) -> None:
+        counts = self.counts
+        if not (isinstance(counts, Mapping) and set(counts) == set(Outcome) and all(map(_is_count, counts.values()))):
+            raise ValueError(f"Census: counts is {counts}; expected a number for each Outcome, no negative counts")
+        if (self.steps is None) != (self.by_step is None):
+            raise ValueError("Census: steps and by_step come together")
+        for name, table in (("by_group", self.by_group), ("by_step", self.by_step)):
+            if table is not None and (table.dim() != 2 or table.sum(0).tolist() != [counts[o] for o in Outcome]):
+                raise ValueError(f"Census: {name}, {list(table.shape)}, does not add up to the counts, {counts}")
+
     @property
     def total(self) -> int:
         """Number of rollouts."""
@@ -158,15 +173,16 @@ class Census:
 
     def rate(self, outcome: Outcome) -> float:
         """Share of the rollouts with this outcome; 0 for no rollouts."""
-        return self.counts[outcome] / self.total if self.total else 0.0
+        return self.counts[_outcome("Census.rate: outcome", outcome)] / self.total if self.total else 0.0
 
     def share_of_unsolved(self, outcome: Outcome) -> float:
         """Share of this outcome among the rollouts that are not solved; 0 if all are."""
         unsolved = self.total - self.counts[Outcome.SOLVED]
-        return self.counts[outcome] / unsolved if unsolved else 0.0
+        return self.counts[_outcome("Census.share_of_unsolved: outcome", outcome)] / unsolved if unsolved else 0.0
 
     def group_rates(self, outcome: Outcome) -> Tensor:
-        """Share of each group's rollouts with this outcome, `[G]` float64. Raises ValueError without groups."""
+        """Share of each group's rollouts with this outcome, `[G]` float64; NaN for none. Raises ValueError without
+        groups."""
         return _rates("group_rates", "group_ids", self.by_group, outcome)
 
     def step_rates(self, outcome: Outcome) -> Tensor:
@@ -174,7 +190,10 @@ class Census:
         return _rates("step_rates", "steps", self.by_step, outcome)
 
     def __add__(self, other: Census) -> Census:
-        """Both together: groups one after the other, rollouts of one step in one row."""
+        """Both together: groups one after the other, rollouts of one step in one row. What one of them was taken
+        without, both are."""
+        if not isinstance(other, Census):
+            return NotImplemented
         by_group = steps = by_step = None
         if self.by_group is not None and other.by_group is not None:
             by_group = torch.cat([self.by_group, other.by_group])
@@ -190,7 +209,11 @@ class Census:
 def _rates(name: str, argument: str, table: Tensor | None, outcome: Outcome) -> Tensor:
     if table is None:
         raise ValueError(f"Census.{name}: the census was taken without {argument}; pass them to it")
-    return table[:, outcome].to(torch.float64) / table.sum(1)
+    return table[:, _outcome(f"Census.{name}: outcome", outcome)].to(torch.float64) / table.sum(1)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 FEWEST = 20  # exclusions below which no regime is named: of 19 rollouts a share is known to 20 points or so
@@ -242,10 +265,10 @@ def regime(census: Census) -> Regime:
         The Regime. `str` of it is a sentence.
 
     Raises:
-        ValueError: counts that are negative.
+        TypeError: no Census.
     """
-    if min(census.counts.values()) < 0:
-        raise ValueError(f"regime: census has negative counts: {census.counts}")
+    if not isinstance(census, Census):
+        raise TypeError(f"regime: census is a {type(census).__name__}; pass what fastadv.census returns")
     budget, infra = census.counts[Outcome.BUDGET], census.counts[Outcome.INFRA]
     share, verdict = wilson(budget, budget + infra), "mixed"
     if budget + infra < FEWEST:
@@ -267,7 +290,8 @@ def outcome_tensor(outcomes: Tensor | Sequence[Outcome | int | str], *, op: str 
         validation.tensor(op, "outcomes", outcomes, dtypes=validation.INTEGERS)
         result = outcomes.to(torch.int64)
     else:
-        result = torch.tensor([_outcome(op, row, value) for row, value in enumerate(outcomes)], dtype=torch.int64)
+        values = [_outcome(f"{op}: outcomes[{row}]", x) for row, x in enumerate(listed(op, "outcomes", outcomes))]
+        result = torch.tensor(values, dtype=torch.int64)
     if result.dim() != 1:
         raise ValueError(f"{op}: outcomes has shape {list(result.shape)}; expected [B]")
     bad = (result < 0) | (result > 3)
@@ -280,12 +304,21 @@ def outcome_tensor(outcomes: Tensor | Sequence[Outcome | int | str], *, op: str 
 _VALID = "outcomes are " + ", ".join(f"{o.name} ({o.value})" for o in Outcome)
 
 
-def _outcome(op: str, row: int, value: Outcome | int | str) -> int:
+def _outcome(where: str, value: Any) -> Outcome:
+    """An Outcome from itself, its name or its number. A member of another enumeration is none, whatever its number."""
     if isinstance(value, str) and value.upper() in Outcome.__members__:
         return Outcome[value.upper()]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{op}: outcomes[{row}] is {value!r}; {_VALID}")
-    return value
+    foreign = isinstance(value, enum.Enum) and not isinstance(value, Outcome)
+    if foreign or isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) < len(Outcome):
+        raise ValueError(f"{where} is {value!r}; {_VALID}")
+    return Outcome(int(value))
+
+
+def listed(op: str, name: str, values: Iterable[Any]) -> list[Any]:
+    """What is in order and one a rollout, as a list. Raises TypeError for texts, sets and mappings, which are not."""
+    if isinstance(values, (str, bytes, Set, Mapping)) or not isinstance(values, Iterable):
+        raise TypeError(f"{op}: {name} is a {type(values).__name__}; pass a list with one for each rollout")
+    return list(values)
 
 
 def census(

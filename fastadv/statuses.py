@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.outcomes import Ending
+from fastadv.outcomes import Ending, listed
 from fastadv.status_tables import SYSTEMS, StatusTable
 
 Status = str | enum.Enum | None
+LARGEST = 2**63 - 1
 
 
 def ending(system: str, status: Status, *, strict: bool = True) -> Ending:
@@ -22,7 +24,8 @@ def ending(system: str, status: Status, *, strict: bool = True) -> Ending:
     Args:
         system: whose status it is, a key of the table in docs/outcomes.md: "miles", "rllm", "vllm", ...
         status: as the system writes it; upper and lower case are the same. An enumeration's member counts by its value,
-            or by its name where the value is no text; what follows a colon does not count where the whole is unknown.
+            or by its name where the value is no text; what follows a colon does not count where the whole is unknown,
+            nor the module in front of an exception's name.
         strict: False: a status that is not in the table, or None, is Ending.UNKNOWN.
 
     Returns:
@@ -48,13 +51,15 @@ def endings(system: str, statuses: Sequence[Status], *, strict: bool = True) -> 
         `[B]` int64, values of Ending, as `Batch.of` and `outcomes_of` take them.
 
     Raises:
-        ValueError, TypeError: as of `fastadv.ending`, naming the row.
+        ValueError, TypeError: as of `fastadv.ending`, naming the row; statuses that are no list.
     """
-    table, known, result = _table("endings", system), dict[Status, Ending](), []
-    for row, status in enumerate(statuses):
-        found = known.get(status) if isinstance(status, Status) else None
+    table, known, result = _table("endings", system), dict[tuple[type, Status], Ending](), []
+    for row, status in enumerate(listed("endings", "statuses", statuses)):
+        # With its type: members of two enumerations are equal where their numbers are.
+        key = (type(status), status)
+        found = known.get(key) if isinstance(status, Status) else None
         if found is None:
-            found = known[status] = _ending(f"endings: row {row}", system, table, status, strict)
+            found = known[key] = _ending(f"endings: row {row}", system, table, status, strict)
         result.append(found)
     return torch.tensor(result, dtype=torch.int64)
 
@@ -72,10 +77,12 @@ def flagged_endings(system: str, flags: Mapping[str, Tensor]) -> Tensor:
 
     Raises:
         ValueError: a system without flags, an unknown flag, no flag at all, flags of different lengths.
-        TypeError: a flag that is no bool tensor.
+        TypeError: a flag that is no bool tensor, flags without names.
     """
     op = "flagged_endings"
     table = _table(op, system)
+    if not isinstance(flags, Mapping):
+        raise TypeError(f"{op}: flags is a {type(flags).__name__}; pass a dict of a tensor per name")
     if not table.flags:
         having = ", ".join(name for name, other in SYSTEMS.items() if other.flags)
         raise ValueError(f"{op}: {system!r} has no flags, but {table.field}; systems with flags are {having}")
@@ -89,6 +96,7 @@ def flagged_endings(system: str, flags: Mapping[str, Tensor]) -> Tensor:
         if name in flags:
             flag = flags[name]
             validation.tensor(op, name, flag, dtypes=(torch.bool,))
+            validation.rollouts(op, name, flag)
             validation.tensor(op, name, flag, shape=tuple(first.shape), device=first.device)
             if result is None:
                 result = torch.full(flag.shape, Ending.SUBMITTED, dtype=torch.int64, device=flag.device)
@@ -125,15 +133,20 @@ def derived_endings(
         `[B]` int64, values of Ending.
 
     Raises:
-        ValueError: nothing to derive from, one argument of a pair without the other, a length or number of turns
-            beyond its maximum.
-        TypeError: tensors that are not integers.
+        ValueError: nothing to derive from, one argument of a pair without the other, a length or number of turns that
+            is negative or beyond its maximum.
+        TypeError: tensors, maxima or ids that are not integers.
     """
     op = "derived_endings"
-    validation.tensor(op, "lengths", lengths, dtypes=validation.INTEGERS)
+    lengths = _counts(op, "lengths", lengths, "max_length", max_length)
     shape, device = tuple(lengths.shape), lengths.device
+    if isinstance(end_ids, str) or not isinstance(end_ids, (Sequence, Set, Tensor, np.ndarray)):
+        raise TypeError(f"{op}: end_ids is a {type(end_ids).__name__}; pass a list of token ids")
+    ends = end_ids.tolist() if isinstance(end_ids, Tensor) else list(end_ids)
+    for i, token in enumerate(ends):
+        validation.integer(op, f"end_ids[{i}]", token, most=LARGEST)
     pairs = (("turns", turns is not None, "max_turns", max_turns is not None),
-             ("last_ids", last_ids is not None, "end_ids", len(end_ids) > 0))  # fmt: skip
+             ("last_ids", last_ids is not None, "end_ids", len(ends) > 0))  # fmt: skip
     for one, given, other, other_given in pairs:
         if given != other_given:
             raise ValueError(f"{op}: {one} and {other} come together")
@@ -142,27 +155,34 @@ def derived_endings(
     result = torch.full(shape, Ending.SUBMITTED, dtype=torch.int64, device=device)
     if turns is not None and max_turns is not None:
         validation.tensor(op, "turns", turns, shape=shape, dtypes=validation.INTEGERS, device=device)
-        _within(op, "turns", turns, "max_turns", max_turns)
+        turns = _counts(op, "turns", turns, "max_turns", max_turns)
         result[turns >= max_turns] = Ending.TURN_CAP
     if last_ids is not None:
         validation.tensor(op, "last_ids", last_ids, shape=shape, dtypes=validation.INTEGERS, device=device)
-        result[~torch.isin(last_ids, torch.tensor(list(end_ids), device=device))] = Ending.LENGTH_CAP
+        result[~torch.isin(last_ids, torch.tensor(ends, device=device))] = Ending.LENGTH_CAP
     if max_length is not None:
-        _within(op, "lengths", lengths, "max_length", max_length)
         result[lengths >= max_length] = Ending.LENGTH_CAP
     return result
 
 
-def _within(op: str, name: str, values: Tensor, limit_name: str, limit: int) -> None:
-    if limit < 1:
-        raise ValueError(f"{op}: {limit_name} is {limit}; it must be at least 1")
-    beyond = values > limit
-    if bool(beyond.any()):
-        row = int(beyond.nonzero()[0])
-        raise ValueError(f"{op}: {name}[{row}] is {int(values[row])}, more than {limit_name} {limit}")
+def _counts(op: str, name: str, values: Tensor, limit_name: str, limit: int | None) -> Tensor:
+    """`[B]` int64, from 0 to the limit. In a narrower dtype torch would compare with the limit wrapped around."""
+    validation.tensor(op, name, values, dtypes=validation.INTEGERS)
+    validation.rollouts(op, name, values)
+    values = values.to(torch.int64)
+    if limit is not None:
+        validation.integer(op, limit_name, limit, least=1, most=LARGEST)
+    bad = (values < 0) | (values > (LARGEST if limit is None else limit))
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        what = "below 0" if values[row] < 0 else f"more than {limit_name} {limit}"
+        raise ValueError(f"{op}: {name}[{row}] is {int(values[row])}, {what}")
+    return values
 
 
 def _table(op: str, system: str) -> StatusTable:
+    if not isinstance(system, str):
+        raise TypeError(f"{op}: system is a {type(system).__name__}; pass the name of a table")
     if system not in SYSTEMS:
         near = validation.did_you_mean(system, SYSTEMS)
         raise ValueError(f"{op}: system is {system!r}{near}; it must be one of {', '.join(SYSTEMS)}")
@@ -185,12 +205,13 @@ def _ending(op: str, system: str, table: StatusTable, status: Status, strict: bo
     if text is not None and not isinstance(text, str):
         raise TypeError(f"{op}: status is a {type(text).__name__}; it must be a text or an enumeration's member")
     if text is not None:
-        known = _by_folded_name(system)
-        for name in (text, text.partition(":")[0]):
+        known, head = _by_folded_name(system), text.partition(":")[0]
+        kind = head.rpartition(".")[2] if table.exceptions else ""  # of an exception, without its module
+        for name in (text, *filter(None, (head, kind))):
             if name.casefold() in known:
                 return known[name.casefold()]
-            if table.exceptions and name.endswith(("Error", "Exception")):
-                return Ending.ERROR
+        if kind.endswith(("Error", "Exception")) and head.replace(".", "").isidentifier():
+            return Ending.ERROR
         if not strict:
             return Ending.UNKNOWN
     shown = repr(text) if text is None or len(text) <= 80 else repr(text[:80]) + "..."

@@ -80,8 +80,9 @@ def reads_values(*tensors: Tensor | None) -> bool:
 
 def did_you_mean(text: Any, valid: Iterable[str]) -> str:
     """The valid name nearest to a text, as a remark in brackets; empty if none is near."""
-    near = difflib.get_close_matches(text[:80], list(valid), n=1) if isinstance(text, str) else []
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    by_folded = {name.casefold(): name for name in valid}
+    near = difflib.get_close_matches(text[:80].casefold(), by_folded, n=1) if isinstance(text, str) else []
+    return f" (did you mean {by_folded[near[0]]!r}?)" if near else ""
 
 
 def choice(op: str, name: str, value: Any, valid: tuple[str, ...]) -> None:
@@ -111,6 +112,12 @@ def tensor(
         raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected {list(shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{op}: {name} is on {value.device}, the other arguments are on {device}; move it there")
+
+
+def rollouts(op: str, name: str, value: Tensor) -> None:
+    """Raises unless a tensor has one dimension."""
+    if value.dim() != 1:
+        raise ValueError(f"{op}: {name} has shape {list(value.shape)}; expected [B], one for each rollout")
 
 
 def index_fields(owner: Any, *names: str, device: torch.device | None = None) -> None:

@@ -6,6 +6,7 @@ import enum
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +104,53 @@ def test_members_of_enumerations_case_and_text_after_a_colon() -> None:
     assert isinstance(fa.ending("rllm", "timeout"), Ending)
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("litellm.ContextWindowExceededError: too long", C),  # the table has the class without its module
+        ("exceptions.TimeoutExpired", X),
+        ("LimitsExceeded: RateLimitError", T),  # the text after the colon is none of the class's
+        ("Submitted: no Error", S),
+    ],
+)
+def test_names_of_exceptions(status: str, expected: Ending) -> None:
+    assert fa.ending("mini-swe-agent", status) == expected
+    assert fa.ending("mini-swe-agent", status.lower()) == expected
+
+
+def test_a_sentence_is_no_exception() -> None:
+    for text in ("There was an Error", "Submitted.", ": Submitted"):
+        with pytest.raises(ValueError, match="mini-swe-agent writes 'Submitted'"):
+            fa.ending("mini-swe-agent", text)
+
+
+class Stop(enum.IntEnum):
+    FINISH = 0
+    ABORT = 1
+
+
+class Generate(enum.IntEnum):
+    MAX_LENGTH = 0
+    FINISH = 1
+
+
+def test_members_of_two_enumerations_with_equal_numbers() -> None:
+    members = [Stop.FINISH, Generate.MAX_LENGTH, Stop.ABORT, Generate.FINISH]
+    assert fa.endings("roll", members).tolist() == [S, L, A, S]
+
+
+def test_what_is_no_list_of_statuses() -> None:
+    for bad in ("stop", {"stop"}, {"stop": 1}, None, 3):
+        with pytest.raises(TypeError, match=f"statuses is a {type(bad).__name__}; pass a list"):
+            fa.endings("vllm", bad, strict=False)  # type: ignore[arg-type]
+    assert fa.endings("vllm", np.array(["STOP", "length"])).tolist() == [S, L]  # type: ignore[arg-type]
+    for system in (None, ["vllm"], b"vllm"):
+        with pytest.raises(TypeError, match=f"system is a {type(system).__name__}; pass the name"):
+            fa.ending(system, "stop")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'vLLM' \(did you mean 'vllm'\?\)"):
+        fa.ending("vLLM", "stop")
+
+
 def test_what_is_in_no_table() -> None:
     with pytest.raises(
         ValueError, match=r"'trunctated' \(did you mean 'truncated'\?\); miles writes 'completed', 'trun"
@@ -143,6 +191,10 @@ def test_flags() -> None:
         fa.flagged_endings("mini-o3", {})
     with pytest.raises(ValueError, match=r"truncated has shape \[2\]; expected \[5\]"):
         fa.flagged_endings("nemo-rl", {**flags, "truncated": truncated[:2]})
+    with pytest.raises(ValueError, match=r"truncated has shape \[1, 5\]; expected \[B\]"):
+        fa.flagged_endings("nemo-rl", {"truncated": truncated[None]})
+    with pytest.raises(TypeError, match="flags is a list; pass a dict"):
+        fa.flagged_endings("nemo-rl", [truncated])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="truncated has dtype"):
         fa.flagged_endings("nemo-rl", {"truncated": truncated.int()})
 
@@ -174,6 +226,26 @@ def test_what_nothing_can_be_derived_from() -> None:
         fa.derived_endings(lengths, max_length=0)
     with pytest.raises(TypeError, match="lengths has dtype"):
         fa.derived_endings(lengths.float(), max_length=8)
+    with pytest.raises(ValueError, match=r"lengths has shape \[1, 2\]"):
+        fa.derived_endings(lengths[None], max_length=8)
+    for name, call in (
+        ("lengths", lambda bad: fa.derived_endings(bad, max_length=8)),
+        ("turns", lambda bad: fa.derived_endings(lengths, turns=bad, max_turns=8)),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}\[1\] is -3, below 0"):
+            call(torch.tensor([8, -3]))
+    for limit in (math.nan, 8.0, True, "8"):
+        with pytest.raises(TypeError, match=r"max_length is .*; pass an integer"):
+            fa.derived_endings(lengths, max_length=limit)  # type: ignore[arg-type]
+    for ids, message in ((5, "end_ids is a int"), ("5", "end_ids is a str"), ([5.0], r"end_ids\[0\] is 5.0, a float")):
+        with pytest.raises(TypeError, match=message):
+            fa.derived_endings(lengths, last_ids=lengths, end_ids=ids)  # type: ignore[arg-type]
+
+
+def test_limits_that_do_not_fit_into_the_dtype_of_lengths() -> None:
+    lengths = torch.tensor([100, 44, 127], dtype=torch.int8)  # 300 in int8 is 44
+    assert fa.derived_endings(lengths, max_length=300).tolist() == [S, S, S]
+    assert fa.derived_endings(lengths, turns=lengths, max_turns=300).tolist() == [S, S, S]
 
 
 # ---- Outcomes --------------------------------------------------------------------------------------------------------
@@ -218,6 +290,9 @@ def test_outcomes_of_what_is_none() -> None:
         fa.outcomes_of(two, torch.tensor([math.inf, 0.0]))
     with pytest.raises(ValueError, match=r"must be Outcome\.INFRA or Outcome\.BUDGET"):
         fa.outcomes_of(two, two, timeout=Outcome.SOLVED)
+    for threshold in (math.nan, math.inf, True, "0"):
+        with pytest.raises(ValueError, match=r"solved_above is .*; it must be a finite number"):
+            fa.outcomes_of(two, two, solved_above=threshold)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"endings has shape \[1, 2\]"):
         fa.outcomes_of(two[None], two[None])
 
@@ -254,6 +329,45 @@ def test_the_census_by_step_and_group() -> None:
         fa.census(outcomes).step_rates(Outcome.SOLVED)
     with pytest.raises(ValueError, match=r"steps has shape \[2\]; expected \[5\]"):
         fa.census(outcomes, steps=steps[:2])
+
+
+@pytest.mark.row(1)
+def test_what_a_census_counts_and_what_is_no_outcome() -> None:
+    for values in (np.array([0, 2]), [np.int64(0), np.str_("budget")], ["Solved", Outcome.BUDGET]):
+        assert fa.census(values).counts == {**dict.fromkeys(Outcome, 0), Outcome.SOLVED: 1, Outcome.BUDGET: 1}
+    for bad in (Ending.SUBMITTED, Stop.ABORT, 2**70, -1, 1.0, True, None, b"solved"):
+        with pytest.raises(ValueError, match=r"census: outcomes\[1\] is .*; outcomes are SOLVED \(0\)"):
+            fa.census([0, bad])
+    for none in (None, "solved", {"solved"}, 3):
+        with pytest.raises(TypeError, match=f"outcomes is a {type(none).__name__}; pass a list"):
+            fa.census(none)  # type: ignore[arg-type]
+    empty = fa.census([], [], torch.tensor([], dtype=torch.int64))
+    assert (empty.total, empty.rate(Outcome.SOLVED)) == (0, 0)
+    assert empty.by_group.shape == empty.by_step.shape == (0, 4)
+    extremes = torch.tensor([2**63 - 1, -(2**63), 2**63 - 1])
+    census = fa.census([0, 1, 1], [-5, 2**62, -5], extremes)
+    assert census.steps.tolist() == [-(2**63), 2**63 - 1]
+    assert census.by_group.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0]]
+    assert census.rate("failed") == 2 / 3  # type: ignore[arg-type]
+    for call in (census.rate, census.share_of_unsolved, census.group_rates, census.step_rates):
+        with pytest.raises(ValueError, match=f"{call.__name__}: outcome is 7; outcomes are"):
+            call(7)  # type: ignore[arg-type]
+
+
+def test_a_census_that_does_not_add_up() -> None:
+    counts = dict.fromkeys(Outcome, 1)
+    for bad in ({Outcome.SOLVED: 1}, {**counts, Outcome.INFRA: math.nan}, {"solved": 1}, [1, 1, 1, 1], None):
+        with pytest.raises(ValueError, match=r"Census: counts is .*; expected a number for each Outcome"):
+            fa.Census(bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps and by_step come together"):
+        fa.Census(counts, steps=torch.tensor([1]))
+    for table in (torch.tensor([[2, 1, 1, 1]]), torch.ones(4), torch.ones(1, 3)):
+        with pytest.raises(ValueError, match=r"by_group, .* does not add up to the counts"):
+            fa.Census(counts, table)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        fa.Census(counts) + 1  # type: ignore[operator]
+    with pytest.raises(TypeError, match="regime: census is a dict"):
+        fa.regime(counts)  # type: ignore[arg-type]
 
 
 @pytest.mark.row(2)
@@ -294,3 +408,17 @@ def test_intervals_against_published_numbers() -> None:
     )
     assert ratio.low * ratio.high == pytest.approx(ratio.value**2)
     assert all(math.isnan(x) for x in (*wilson(0, 0), *difference((0, 1), (0, 2)), *odds_ratio((0, 1), (0, 2))))
+
+
+def test_intervals_of_what_are_no_counts() -> None:
+    for call in (wilson, lambda h, n: difference((1, h), (2, n)), lambda h, n: odds_ratio((h, 1), (n, 2))):
+        for hits, total in ((5, 3), (-1, 10), (0, -5)):
+            with pytest.raises(ValueError, match=r"(hits|total) is -?[0-9]+; it must be"):
+                call(hits, total)
+        for hits, total in ((math.nan, 3), (1, math.nan), (True, 2), (0.5, 2)):
+            with pytest.raises(TypeError, match=r"(hits|total) is .*; pass an integer"):
+                call(hits, total)
+    for total in (1, 2, 17, 10**17):
+        for hits in {0, 1, total // 2, total - 1, total}:
+            value, low, high = wilson(hits, total)
+            assert 0 <= low <= value <= high <= 1

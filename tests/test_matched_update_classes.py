@@ -91,7 +91,6 @@ class Derived(torch.optim.AdamW):
         super().step(closure)
 
 
-@pytest.mark.row(19)
 @pytest.mark.parametrize("make", [OneCount, OfNoParameter, Random, Slow, Derived])
 def test_a_dry_run_is_the_step_and_touches_nothing(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
     torch.optim.AdamW(parameters())  # whose step runs everybody's hooks from now on, called by super() too

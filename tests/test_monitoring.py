@@ -45,6 +45,8 @@ def test_counts_of_a_batch() -> None:
     nothing = monitoring.rollout_counts(batch().select(torch.zeros(5, dtype=torch.bool)))
     assert nothing.rollouts == 0
     assert math.isnan(nothing.success)
+    with pytest.raises(TypeError, match="batch is a dict; pass a Batch"):
+        monitoring.rollout_counts({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rollout_counts: excluded has dtype"):
         monitoring.rollout_counts(batch(), excluded.int())
 
@@ -76,8 +78,32 @@ def test_turns_that_tell_nothing_or_are_none() -> None:
     assert all(math.isnan(q) for q in one_sided.unsolved.quantiles.values())
     with pytest.raises(ValueError, match=r"turns\[1\] is -1"):
         monitoring.turns_by_outcome(torch.tensor([3, -1]), outcomes[:2])
-    with pytest.raises(ValueError, match="levels holds 0"):
-        monitoring.turn_separation(monitoring.turns_by_outcome(torch.tensor([3]), outcomes[:1]), levels=(0,))
+    with pytest.raises(ValueError, match=r"turns\[0\] is 1000000000; it must be from 0 to"):
+        monitoring.turns_by_outcome(torch.tensor([10**9]), outcomes[:1])
+    good = monitoring.turns_by_outcome(torch.tensor([3]), outcomes[:1])
+    for level in (0, math.nan, True, "a"):
+        with pytest.raises(ValueError, match=f"levels holds {level!r}"):
+            monitoring.turn_separation(good, levels=(level,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="levels is a float; pass a list"):
+        monitoring.turn_separation(good, levels=0.5)  # type: ignore[arg-type]
+    for bad in ({}, {SOLVED: torch.tensor([1])}, None):
+        with pytest.raises(ValueError, match="pass a table for each of the four outcomes"):
+            monitoring.turn_separation(bad)  # type: ignore[arg-type]
+    for table, kind in ((torch.tensor([-1]), ValueError), (torch.ones(1, 1).long(), ValueError), ([1], TypeError)):
+        with pytest.raises(kind, match=r"histograms\[<Outcome.FAILED: 1>\] is"):
+            monitoring.turn_separation({**good, FAILED: table})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"histograms\[<Outcome.FAILED: 1>\] has dtype"):
+        monitoring.turn_separation({**good, FAILED: torch.tensor([math.nan])})
+
+
+@pytest.mark.row(34)
+def test_pairs_of_many_rollouts_are_counted_in_float64() -> None:
+    many = 2**24 + 1  # which float32 does not hold
+    tables = dict.fromkeys(Outcome, torch.tensor([0]))
+    tables |= {SOLVED: torch.tensor([0, many, 3], dtype=torch.int32), FAILED: torch.tensor([many + 2, 1, 1])}
+    wins, ties = many * 1, many * 1 + 3 * 1
+    expected = (wins + ties / 2) / ((many + 3) * (many + 4))
+    assert monitoring.turn_separation(tables).solved_first == pytest.approx(expected, rel=1e-12)
 
 
 # ---- Behaviour and cost ----------------------------------------------------------------------------------------------
@@ -135,6 +161,9 @@ def test_costs_without_a_gain() -> None:
     assert result.per_solved == result.per_reward == math.inf
     assert result.dropped == 0
     assert math.isnan(monitoring.costs(torch.tensor([1.0]), torch.tensor([FAILED])).per_reward)
+    for gain in (math.inf, -math.inf):
+        with pytest.raises(ValueError, match=r"rewards\[1\] is -?inf; it must be finite"):
+            monitoring.costs(torch.ones(2), torch.tensor([SOLVED, FAILED]), rewards=torch.tensor([1.0, gain]))
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=r"cost\[1\] is .*finite and not negative"):
             monitoring.costs(torch.tensor([1.0, bad]), torch.tensor([FAILED, INFRA]))
@@ -178,6 +207,16 @@ def test_staleness_of_a_batch_and_of_what_cannot_be() -> None:
     assert math.isnan(nothing.mean)
     with pytest.raises(ValueError, match="sampled by version 8, newer than version 7"):
         monitoring.staleness(torch.tensor([[8]]), 7, [0])
+    with pytest.raises(ValueError, match="versions holds -5"):
+        monitoring.staleness(torch.tensor([[-5, 3]]), 7, [0])
+    for bad in (3.5, math.nan, True, "3", None):
+        with pytest.raises(TypeError, match=r"version is .*; pass an integer"):
+            monitoring.staleness(torch.tensor([[3]]), bad, [0])  # type: ignore[arg-type]
+        if bad is not None:
+            with pytest.raises(TypeError, match=r"max_staleness is .*; pass an integer"):
+                monitoring.staleness(torch.tensor([[3]]), 7, [0], max_staleness=bad)  # type: ignore[arg-type]
+    narrow = torch.tensor([[3, 200]], dtype=torch.uint8)
+    assert monitoring.staleness(narrow, 300, [0]).histogram == {100: 1, 297: 1}
     with pytest.raises(ValueError, match="max_staleness is -1"):
         monitoring.staleness(torch.tensor([[8]]), 9, [0], max_staleness=-1)
     with pytest.raises(ValueError, match="group_ids has 2 rows, versions has 1"):
@@ -231,6 +270,10 @@ def test_masks_truncation_and_shares_by_difficulty() -> None:
     assert [r.truncated for r in monitoring.by_difficulty(outcomes, groups)[:3]] == [0.0, 0.25, 1.0]
     with pytest.raises(ValueError, match=r"quantities\['x'\]\[0\] is -1"):
         monitoring.by_difficulty(outcomes, groups, quantities={"x": -torch.ones(6)})
+    with pytest.raises(TypeError, match="quantities is a list; pass a dict"):
+        monitoring.by_difficulty(outcomes, groups, quantities=[gradient])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="group_ids has 1 rows, outcomes has 6"):
+        monitoring.by_difficulty(outcomes, [0], levels=torch.zeros(6, dtype=torch.int64))
     with pytest.raises(ValueError, match="levels must be from 0 to 3"):
         monitoring.by_difficulty(outcomes, groups, levels=torch.full((6,), 4))
 
@@ -252,6 +295,40 @@ def test_use_of_the_window_and_the_penalty() -> None:
         monitoring.length_budget(lengths[:1], torch.tensor([0.5]), solved[:1], max_length=100, cache_length=20)
     with pytest.raises(ValueError, match="cache_length is 101"):
         monitoring.length_budget(lengths, penalties, solved, max_length=100, cache_length=101)
+    for bad in (math.nan, 20.0, True, "20"):
+        for sizes in ({"max_length": bad, "cache_length": 2}, {"max_length": 100, "cache_length": bad}):
+            with pytest.raises(TypeError, match=r"_length is .*; pass an integer"):
+                monitoring.length_budget(lengths, penalties, solved, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.row(45)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_windows_that_do_not_fit_into_the_dtype_of_lengths(dtype: torch.dtype) -> None:
+    lengths, right, none = torch.tensor([100, 120], dtype=dtype), torch.ones(2, dtype=torch.bool), torch.zeros(2)
+    result = monitoring.length_budget(lengths, none, right, max_length=1000, cache_length=890)
+    assert (result.free, result.in_cache, result.full) == (0.5, 0.5, 0.0)
+    assert result.cache_use == pytest.approx(10 / 890, rel=1e-12)
+    long = monitoring.penalty_and_clip(lengths, right, none, none, none, none, longer_than=356)  # 100 in 8 bits
+    assert long.rollouts == 0
+
+
+def test_lengths_that_are_none() -> None:
+    right, none = torch.ones(2, dtype=torch.bool), torch.zeros(2)
+    calls = (
+        lambda x: monitoring.length_budget(x, none, right, max_length=9, cache_length=2),
+        lambda x: monitoring.penalty_and_clip(x, right, none, none, none, none, longer_than=2),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"lengths\[1\] is -5; it must not be negative"):
+            call(torch.tensor([5, -5]))
+        for shape in ((2, 1), ()):
+            with pytest.raises(ValueError, match=r"lengths has shape .*; expected \[B\]"):
+                call(torch.ones(shape, dtype=torch.int64))
+        with pytest.raises(TypeError, match="lengths has dtype"):
+            call(torch.ones(2))
+    for bad in (math.nan, 2.5, True, "2", None):
+        with pytest.raises(TypeError, match=r"longer_than is .*; pass an integer"):
+            monitoring.penalty_and_clip(torch.tensor([5, 5]), right, none, none, none, none, longer_than=bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.row(45)

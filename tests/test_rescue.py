@@ -139,6 +139,15 @@ def test_divisors_count_groups() -> None:
         assert float(fa.divisor(torch.zeros(2), rule).value) == 2.0
 
 
+@pytest.mark.parametrize("constant", [4, torch.tensor(4.0), torch.tensor([4], dtype=torch.int32)])
+def test_a_divisor_is_one_number_without_a_gradient(constant: float, recwarn: pytest.WarningsRecorder) -> None:
+    weights = torch.tensor([1.0, 4.0], requires_grad=True)
+    for found in (fa.divisor(weights, "constant", constant=constant), fa.divisor(weights, "hajek")):
+        assert (found.value.shape, found.value.dtype, found.value.requires_grad) == ((), torch.float64, False)
+    assert float(fa.divisor(weights, "constant", constant=constant).value) == 4.0
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

@@ -103,13 +103,14 @@ def costs(cost: Tensor, outcomes: Tensor, *, kept: Tensor | None = None, rewards
         cost: `[B]` seconds of wall-clock or sandbox time, or money; not negative.
         outcomes: `[B]`, see Outcome.
         kept: `[B]` bool, rollouts that are trained on; None: all.
-        rewards: `[B]`, what was gained; NaN counts as 0.
+        rewards: `[B]`, what was gained; NaN, no result, counts as 0.
 
     Returns:
         The Costs.
 
     Raises:
-        ValueError, TypeError: a negative or infinite cost, a value that is no outcome, mismatched sizes.
+        ValueError, TypeError: a negative or infinite cost, an infinite reward, a value that is no outcome, mismatched
+            sizes.
     """
     op = "costs"
     values = outcome_tensor(outcomes, op=op)
@@ -119,7 +120,8 @@ def costs(cost: Tensor, outcomes: Tensor, *, kept: Tensor | None = None, rewards
     gained = math.nan
     if rewards is not None:
         check_rows(op, "rewards", rewards, values.shape[0], values.device)
-        gained = float(rewards.to(torch.float64).nan_to_num(0.0)[keep].sum())
+        each = amounts(op, "rewards", torch.where(rewards.isnan(), 0, rewards), values, negative=True)
+        gained = float(each[keep].sum())
     return Costs(
         total=total,
         by_outcome={o: float(spent[values == o].sum()) for o in Outcome},

@@ -27,6 +27,16 @@ def flag(op: str, name: str, values: Tensor, like: Tensor) -> Tensor:
     return values
 
 
+def tokens(op: str, lengths: Tensor) -> Tensor:
+    """Lengths as `[B]` int64, checked. In a narrower dtype torch would compare with a limit wrapped around."""
+    validation.tensor(op, "lengths", lengths, dtypes=validation.INTEGERS)
+    validation.rollouts(op, "lengths", lengths)
+    if bool((lengths < 0).any()):
+        row = int((lengths < 0).nonzero()[0])
+        raise ValueError(f"{op}: lengths[{row}] is {int(lengths[row])}; it must not be negative")
+    return lengths.to(torch.int64)
+
+
 def amounts(op: str, name: str, values: Tensor, like: Tensor, *, negative: bool = False) -> Tensor:
     """Finite numbers, one a rollout, as float64."""
     check_rows(op, name, values, like.shape[0], like.device)

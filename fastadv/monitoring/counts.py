@@ -14,6 +14,8 @@ from fastadv.batch import Batch
 from fastadv.monitoring.checks import flag, mean, share
 from fastadv.outcomes import Outcome, outcome_tensor
 
+MOST_TURNS = 2**24  # a table has a row for each number of turns up to the most
+
 
 @dataclass(frozen=True)
 class RolloutCounts:
@@ -57,8 +59,10 @@ def rollout_counts(batch: Batch, excluded: Tensor | None = None) -> RolloutCount
         The RolloutCounts.
 
     Raises:
-        ValueError, TypeError: excluded of another shape or dtype.
+        ValueError, TypeError: no Batch, excluded of another shape or dtype.
     """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"rollout_counts: batch is a {type(batch).__name__}; pass a Batch")
     outcomes, n = batch.outcomes, batch.num_rollouts
     out = torch.zeros_like(batch.capped) if excluded is None else flag("rollout_counts", "excluded", excluded, outcomes)
     solved = outcomes == Outcome.SOLVED
@@ -91,14 +95,16 @@ def turns_by_outcome(turns: Tensor, outcomes: Tensor) -> dict[Outcome, Tensor]:
         A table for each Outcome, `[L + 1]` int64 with the number of rollouts at the index of their turns.
 
     Raises:
-        ValueError, TypeError: a negative number of turns, a value that is no outcome.
+        ValueError, TypeError: a negative number of turns or one that no rollout has, a value that is no outcome.
     """
     op = "turns_by_outcome"
     values = outcome_tensor(outcomes, op=op)
     validation.tensor(op, "turns", turns, shape=tuple(values.shape), dtypes=validation.INTEGERS, device=values.device)
-    if bool((turns < 0).any()):
-        row = int((turns < 0).nonzero()[0])
-        raise ValueError(f"{op}: turns[{row}] is {int(turns[row])}; it must not be negative")
+    turns = turns.to(torch.int64)
+    bad = (turns < 0) | (turns > MOST_TURNS)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(f"{op}: turns[{row}] is {int(turns[row])}; it must be from 0 to {MOST_TURNS}")
     return {outcome: torch.bincount(turns[values == outcome]) for outcome in Outcome}
 
 
@@ -142,24 +148,34 @@ def turn_separation(
     """The distribution of turns by outcome, and how well it separates successes from failures.
 
     Args:
-        histograms: of `turns_by_outcome`, or the sum of several.
+        histograms: of `turns_by_outcome`, or the sum of several; a table for each Outcome.
         levels: of the quantiles, in (0, 1].
 
     Returns:
         The TurnSeparation.
 
     Raises:
-        ValueError: a level outside of (0, 1].
+        ValueError, TypeError: a level outside of (0, 1], an outcome without a table, a table that is not of counts.
     """
+    op = "turn_separation"
+    if isinstance(levels, str) or not isinstance(levels, Sequence):
+        raise TypeError(f"{op}: levels is a {type(levels).__name__}; pass a list")
     for level in levels:
-        if not 0 < level <= 1:
-            raise ValueError(f"turn_separation: levels holds {level}; a level is above 0 and at most 1")
+        if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level <= 1:
+            raise ValueError(f"{op}: levels holds {level!r}; a level is above 0 and at most 1")
+    if not isinstance(histograms, Mapping) or set(histograms) != set(Outcome):
+        raise ValueError(f"{op}: histograms is {histograms!r}; pass a table for each of the four outcomes")
+    for outcome, table in histograms.items():
+        name = f"histograms[{outcome!r}]"
+        validation.tensor(op, name, table, dtypes=validation.INTEGERS)
+        if table.dim() != 1 or bool((table < 0).any()):
+            raise ValueError(f"{op}: {name} is {table.tolist()}; it must be [L + 1] counts, none negative")
     longest = max(h.shape[0] for h in histograms.values())
-    padded = {o: torch.nn.functional.pad(h, (0, longest - h.shape[0])) for o, h in histograms.items()}
+    padded = {o: torch.nn.functional.pad(h.to(torch.int64), (0, longest - h.shape[0])) for o, h in histograms.items()}
     solved = padded[Outcome.SOLVED]
     unsolved = padded[Outcome.FAILED] + padded[Outcome.BUDGET]
     later = unsolved.sum() - unsolved.cumsum(0)  # [L]: unsolved rollouts with more turns
-    wins = float((solved * (later + 0.5 * unsolved)).sum())
+    wins = float((solved * (later + unsolved.to(torch.float64) / 2)).sum())
     fast, slow = _summary(solved, levels), _summary(unsolved, levels)
     return TurnSeparation(
         by_outcome={o: _summary(h, levels) for o, h in padded.items()},

@@ -93,11 +93,15 @@ def by_difficulty(
         A DifficultyRow for each of DIFFICULTIES, in this order.
 
     Raises:
-        ValueError, TypeError: mismatched sizes, a negative or infinite quantity, a level that is none.
+        ValueError, TypeError: mismatched sizes, a negative or infinite quantity, quantities without names, a level that
+            is none.
     """
     op = "by_difficulty"
     values = outcome_tensor(outcomes, op=op)
-    level = difficulty(values, group_ids) if levels is None else levels
+    of_siblings = difficulty(values, group_ids)
+    level = of_siblings if levels is None else levels
+    if quantities is not None and not isinstance(quantities, Mapping):
+        raise TypeError(f"{op}: quantities is a {type(quantities).__name__}; pass a dict of a tensor per name")
     validation.tensor(op, "levels", level, shape=tuple(values.shape), dtypes=validation.INTEGERS, device=values.device)
     if bool(((level < 0) | (level >= len(DIFFICULTIES))).any()):
         raise ValueError(f"{op}: levels must be from 0 to {len(DIFFICULTIES) - 1}: {', '.join(DIFFICULTIES)}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.monitoring.checks import amounts, flag, mean, share
+from fastadv.monitoring.checks import amounts, flag, mean, share, tokens
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,16 @@ def length_budget(
         The LengthBudget.
 
     Raises:
-        ValueError: a cache that is not in the window, a positive or infinite penalty, mismatched sizes.
+        ValueError: a cache that is not in the window, a negative length, a positive or infinite penalty, mismatched
+            sizes.
         TypeError: lengths that are not integers.
     """
     op = "length_budget"
-    validation.tensor(op, "lengths", lengths, dtypes=validation.INTEGERS)
-    if not 0 < cache_length <= max_length:
-        raise ValueError(
-            f"{op}: cache_length is {cache_length}; it must be above 0 and at most max_length {max_length}"
-        )
+    lengths = tokens(op, lengths)
+    validation.integer(op, "max_length", max_length, least=1, most=2**62)
+    validation.integer(op, "cache_length", cache_length, least=1)
+    if cache_length > max_length:
+        raise ValueError(f"{op}: cache_length is {cache_length}; it must be at most max_length {max_length}")
     penalty = amounts(op, "penalties", penalties, lengths, negative=True)
     if bool((penalty > 0).any()):
         row = int((penalty > 0).nonzero()[0])
@@ -73,7 +74,7 @@ def length_budget(
         free=mean(lengths <= start),
         in_cache=mean(cached),
         full=mean(lengths >= max_length),
-        cache_use=mean((lengths[cached] - start) / cache_length),
+        cache_use=mean((lengths[cached] - start).to(torch.float64) / cache_length),
         penalised=mean(hit),
         mean_penalty=mean(penalty),
         solved_penalised=mean(hit[solved]),
@@ -129,11 +130,13 @@ def penalty_and_clip(
         The PenaltyAndClip; NaN where no long answer is correct.
 
     Raises:
-        ValueError: a share outside of [0, 1], more clipping under the higher bound, mismatched sizes.
+        ValueError: a share outside of [0, 1], more clipping under the higher bound, a negative length, mismatched
+            sizes.
         TypeError: lengths that are not integers, solved that is no bool.
     """
     op = "penalty_and_clip"
-    validation.tensor(op, "lengths", lengths, dtypes=validation.INTEGERS)
+    lengths = tokens(op, lengths)
+    validation.integer(op, "longer_than", longer_than, most=2**62)
     flag(op, "solved", solved, lengths)
     plain = amounts(op, "advantages", advantages, lengths, negative=True)
     lowered = amounts(op, "penalised", penalised, lengths, negative=True)

@@ -64,19 +64,24 @@ def staleness(
         The Staleness.
 
     Raises:
-        ValueError: a token that is newer than the weights, a negative limit, group_ids of another length.
-        TypeError: versions that are not integers.
+        ValueError: a token that is newer than the weights, a version below -1, a negative limit, group_ids of another
+            length.
+        TypeError: versions or limits that are not integers.
     """
     op = "staleness"
     validation.tensor(op, "versions", versions, dtypes=validation.INTEGERS)
+    validation.integer(op, "version", version, most=2**62)
+    if max_staleness is not None:
+        validation.integer(op, "max_staleness", max_staleness, most=2**62)
     rows, groups = Rows.of(op, "versions", versions, cu_seqlens), group_index(group_ids, op=op).to(versions.device)
     if groups.num_rows != rows.count:
         raise ValueError(f"{op}: group_ids has {groups.num_rows} rows, versions has {rows.count}")
-    if max_staleness is not None and max_staleness < 0:
-        raise ValueError(f"{op}: max_staleness is {max_staleness}; it must not be negative")
+    versions = versions.to(torch.int64)  # uint8 would wrap -1 around
+    if bool((versions < -1).any()):
+        raise ValueError(f"{op}: versions holds {int(versions.min())}; versions are from 0, and -1 where none sampled")
     row = rows.spread(torch.arange(rows.count, device=versions.device)).flatten()
     sampled = versions.flatten() >= 0
-    at, row = versions.flatten()[sampled].to(torch.int64), row[sampled]  # [S], [S]
+    at, row = versions.flatten()[sampled], row[sampled]  # [S], [S]
     if bool((at > version).any()):
         raise ValueError(
             f"{op}: a token was sampled by version {int(at.max())}, newer than version {version}, which is trained"
