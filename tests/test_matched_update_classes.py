@@ -34,16 +34,20 @@ class Descent(torch.optim.Optimizer):
 
 
 class OneCount(Descent):
-    """All parameters share one step count."""
+    """All parameters share one step count, and two attributes a list and a table."""
 
     def __init__(self, held: list[nn.Parameter]) -> None:
         super().__init__(held)
         count = torch.tensor(0.0)
         for p in held:
             self.state[p]["count"] = count
+        self.seen, self.factors = [], {}
+        self.same = self.seen, self.factors
 
     def factor(self, parameter: Tensor) -> Any:
-        return self.state[parameter]["count"].add_(1)
+        self.seen.append(parameter)
+        self.factors[len(self.seen)] = self.state[parameter]["count"].add_(1)
+        return sum(len(each) for each in self.same)
 
 
 class OfNoParameter(Descent):
@@ -86,12 +90,26 @@ class Slow(torch.optim.Optimizer):
             p.copy_(slow)
 
 
+class Delegating(torch.optim.Optimizer):
+    """Has groups and state of an optimizer inside of it, as Accelerate's."""
+
+    def __init__(self, held: list[nn.Parameter]) -> None:
+        self.inner = torch.optim.AdamW(held, lr=0.1, weight_decay=0.5)
+        self.defaults = self.inner.defaults
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self, closure: object = None) -> None:
+        self.inner.step()
+
+
 class Derived(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:
         super().step(closure)
 
 
-@pytest.mark.parametrize("make", [OneCount, OfNoParameter, Random, Slow, Derived])
+@pytest.mark.parametrize("make", [OneCount, OfNoParameter, Random, Slow, Delegating, Derived])
 def test_a_dry_run_is_the_step_and_touches_nothing(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
     torch.optim.AdamW(parameters())  # whose step runs everybody's hooks from now on, called by super() too
     second = some_gradients(1, torch.float32)

@@ -103,7 +103,12 @@ def test_pairs_of_many_rollouts_are_counted_in_float64() -> None:
     tables |= {SOLVED: torch.tensor([0, many, 3], dtype=torch.int32), FAILED: torch.tensor([many + 2, 1, 1])}
     wins, ties = many * 1, many * 1 + 3 * 1
     expected = (wins + ties / 2) / ((many + 3) * (many + 4))
-    assert monitoring.turn_separation(tables).solved_first == pytest.approx(expected, rel=1e-12)
+    assert monitoring.turn_separation(tables).solved_first == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def test_sums_of_tables_do_not_wrap_around() -> None:
+    tables = dict.fromkeys(Outcome, torch.tensor([0, 200], dtype=torch.uint8))
+    assert monitoring.turn_separation(tables).unsolved.rollouts == 400
 
 
 # ---- Behaviour and cost ----------------------------------------------------------------------------------------------
