@@ -99,7 +99,8 @@ def update_norms(
     """Norms of the steps that an optimizer would make for each of several gradients.
 
     Nothing is changed: not parameters, gradients, the optimizer's state, step counts, hooks, a scheduler's count, nor
-    random numbers. Each gradient starts from the optimizer's present state. The step is computed in float64 from the
+    random numbers (a step that calls its base class's by name, not by super(), runs the hooks that are registered for
+    all optimizers). Each gradient starts from the optimizer's present state. The step is computed in float64 from the
     state as it is, by the optimizer's own code without foreach, fused and capturable, and is not rounded to the
     parameters' dtype: at a learning rate of 1e-6 most of a bfloat16 parameter would not move at all. Of a step below
     1e-10 of the weights float64 keeps fewer than six digits.
