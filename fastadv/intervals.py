@@ -29,7 +29,7 @@ NOTHING = Interval(math.nan, math.nan, math.nan)
 def wilson(hits: int, total: int) -> Interval:
     """A share with Wilson's score interval, which keeps to [0, 1] and has a length for 0 and for all hits. Raises
     ValueError or TypeError for what are no counts."""
-    _check("wilson", hits, total)
+    hits, total = _counts("wilson", hits, total)
     if total == 0:
         return NOTHING
     p, spread = hits / total, Z * Z / total
@@ -42,11 +42,10 @@ def wilson(hits: int, total: int) -> Interval:
 def difference(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
     """The first share minus the second, with Newcombe's hybrid score interval (his method 10). Raises
     ValueError or TypeError for what are no counts."""
-    for h, n in zip(hits, totals, strict=True):
-        _check("difference", h, n)
+    cells = [_counts("difference", h, n) for h, n in zip(hits, totals, strict=True)]
     if 0 in totals:
         return NOTHING
-    (p, p_low, p_high), (q, q_low, q_high) = (wilson(h, n) for h, n in zip(hits, totals, strict=True))
+    (p, p_low, p_high), (q, q_low, q_high) = (wilson(h, n) for h, n in cells)
     low, high = math.hypot(p - p_low, q_high - q), math.hypot(p_high - p, q - q_low)
     return Interval(p - q, p - q - low, p - q + high)
 
@@ -54,16 +53,17 @@ def difference(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
 def odds_ratio(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
     """The first share's odds over the second's, with half a count added to each cell (Haldane and Anscombe) and Woolf's
     interval on the logarithm. Raises ValueError or TypeError for what are no counts."""
-    for h, n in zip(hits, totals, strict=True):
-        _check("odds_ratio", h, n)
+    pairs = [_counts("odds_ratio", h, n) for h, n in zip(hits, totals, strict=True)]
     if 0 in totals:
         return NOTHING
-    cells = [count + 0.5 for h, n in zip(hits, totals, strict=True) for count in (h, n - h)]
+    cells = [count + 0.5 for h, n in pairs for count in (h, n - h)]
     log = math.log(cells[0] * cells[3] / (cells[1] * cells[2]))
     half = Z * math.sqrt(sum(1 / cell for cell in cells))
     return Interval(math.exp(log), math.exp(log - half), math.exp(log + half))
 
 
-def _check(op: str, hits: int, total: int) -> None:
+def _counts(op: str, hits: int, total: int) -> tuple[int, int]:
+    """Both as Python's integers: NumPy's wrap around."""
     validation.integer(op, "total", total)
-    validation.integer(op, "hits", hits, most=total)
+    validation.integer(op, "hits", hits, most=int(total))
+    return int(hits), int(total)

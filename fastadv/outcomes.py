@@ -160,6 +160,7 @@ class Census:
         counts = self.counts
         if not (isinstance(counts, Mapping) and set(counts) == set(Outcome) and all(map(_is_count, counts.values()))):
             raise ValueError(f"Census: counts is {counts}; expected a number for each Outcome, no negative counts")
+        object.__setattr__(self, "counts", {o: int(counts[o]) for o in Outcome})  # NumPy's integers wrap around
         if (self.steps is None) != (self.by_step is None):
             raise ValueError("Census: steps and by_step come together")
         for name, table in (("by_group", self.by_group), ("by_step", self.by_step)):

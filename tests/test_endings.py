@@ -418,6 +418,11 @@ def test_intervals_of_what_are_no_counts() -> None:
         for hits, total in ((math.nan, 3), (1, math.nan), (True, 2), (0.5, 2)):
             with pytest.raises(TypeError, match=r"(hits|total) is .*; pass an integer"):
                 call(hits, total)
+    narrow, wide = (np.uint8(200), np.uint8(250)), (200, 250)  # sums of NumPy's narrow integers wrap around
+    assert wilson(*narrow) == wilson(*wide)  # type: ignore[arg-type]
+    assert difference(narrow, narrow[::-1][:1] * 2) == difference(wide, (250, 250))  # type: ignore[arg-type]
+    assert odds_ratio(narrow, (250, 250)) == odds_ratio(wide, (250, 250))  # type: ignore[arg-type]
+    assert fa.Census(dict.fromkeys(Outcome, narrow[0])).total == 800  # type: ignore[arg-type]
     for total in (1, 2, 17, 10**17):
         for hits in {0, 1, total // 2, total - 1, total}:
             value, low, high = wilson(hits, total)
