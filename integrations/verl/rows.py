@@ -1,0 +1,200 @@
+"""The rows of a verl batch as an estimator reads them: one row is one output of an agent loop, padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fastadv as fa
+from fastadv import validation
+from fastadv.coins import number
+
+OP = "fastadv in verl"
+
+
+@dataclass(frozen=True, eq=False)
+class Sessions:
+    """The sessions that vote: one conversation each, whose reward is that of its last row.
+
+    A session without a token in the mask (verl's padding, a rollout that rejection took out) is none of them.
+
+    Attributes:
+        rewards: `[S]`.
+        groups: which sessions are of one prompt.
+        rows: `[S]` int64, the last row of each.
+        of_row: `[B]` int64, the session of each row, S for rows of none.
+        lengths: `[S]` int64, tokens of the mask.
+    """
+
+    rewards: Tensor  # [S]
+    groups: fa.GroupIndex
+    rows: Tensor  # [S]
+    of_row: Tensor  # [B]
+    lengths: Tensor  # [S]
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """A value of each session at its rows, `[B]`; 0 at rows of none."""
+        return torch.cat([values, values.new_zeros(1)]).index_select(0, self.of_row)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What of verl's padded rows an estimator reads.
+
+    Masks are bool or integers as verl has them (int64), and count where they are not 0.
+
+    Attributes:
+        rewards: `[B]` float32, token rewards summed over all columns: the reward may stand where the mask is 0.
+        token_rewards: `[B, R]`.
+        mask: `[B, R]`, as the loss will see it.
+        groups: which rows are of one prompt.
+        sampled: `[B, R]`, tokens that the model sampled, before any rejection; None: equal to the mask.
+        turn_ids: `[B, R]` int32, -1 outside of turns, continuing over the rows of a session; None: the runs of
+            `sampled` in each row, which is right where a session is one row and its mask was not edited.
+        sessions: `[B]` int64, the session of each row; None: each row is one.
+        last_of_session: `[B]` bool, the rows whose reward is their session's; None: each row.
+        padding: `[B]` bool, rows that verl made up; None: the rows without a token in the mask.
+        endings: `[B]` int64, see `fastadv.Ending`, of a session in its last row; None: not known.
+        row_ids: `[B]` int64, what coins are tossed by, of a session in its last row; None: not known.
+        versions: `[B, R]` int32, version of the weights that sampled each token; None: not known.
+        values: `[B, R]`, the critic's; None: there is none.
+        old_log_probs, sum_pi_squared, rollout_is_weights: `[B, R]`; None: not known.
+        greedy_rewards: `[B]`, verl's `reward_baselines`; None: not known.
+        step: version of the weights that are about to be updated; None: not known.
+    """
+
+    rewards: Tensor  # [B]
+    token_rewards: Tensor  # [B, R]
+    mask: Tensor  # [B, R]
+    groups: fa.GroupIndex
+    sampled: Tensor | None = None  # [B, R]
+    turn_ids: Tensor | None = None  # [B, R]
+    sessions: Tensor | None = None  # [B]
+    last_of_session: Tensor | None = None  # [B]
+    padding: Tensor | None = None  # [B]
+    endings: Tensor | None = None  # [B]
+    row_ids: Tensor | None = None  # [B]
+    versions: Tensor | None = None  # [B, R]
+    values: Tensor | None = None  # [B, R]
+    old_log_probs: Tensor | None = None  # [B, R]
+    sum_pi_squared: Tensor | None = None  # [B, R]
+    rollout_is_weights: Tensor | None = None  # [B, R]
+    greedy_rewards: Tensor | None = None  # [B]
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        shape, device = self.token_rewards.shape, self.token_rewards.device
+        if len(shape) != 2:
+            raise ValueError(f"{OP}: token_level_rewards has shape {list(shape)}; expected [B, R]")
+        for name in ("mask", "sampled", "turn_ids", "versions", *TOKENS):
+            value = getattr(self, name)
+            if value is not None:
+                validation.tensor(OP, VERL_NAMES.get(name, name), value, shape=tuple(shape), device=device)
+        for name in ("rewards", "sessions", "last_of_session", "padding", "endings", "row_ids", "greedy_rewards"):
+            value = getattr(self, name)
+            if value is not None:
+                validation.tensor(OP, VERL_NAMES.get(name, name), value, shape=(shape[0],), device=device)
+        if self.groups.num_rows != shape[0]:
+            raise ValueError(f"{OP}: uid has {self.groups.num_rows} labels, token_level_rewards has {shape[0]} rows")
+        if (self.sessions is None) != (self.last_of_session is None):
+            raise ValueError(f"{OP}: sessions and last_of_session come together")
+
+    @classmethod
+    def of_verl(cls, token_level_rewards: Tensor, response_mask: Tensor, index: Any, **more: Any) -> Rows:
+        """Rows from what verl passes to a registered estimator: each row is a session of its own.
+
+        Args:
+            token_level_rewards: `[B, R]`.
+            response_mask: `[B, R]`.
+            index: `[B]` labels, verl's uid, in any order; None: not passed, which no estimator that compares rollouts
+                can do without.
+            more: other fields, as they are.
+
+        Raises:
+            ValueError, TypeError: no uid, shapes that differ.
+        """
+        validation.tensor(OP, "token_level_rewards", token_level_rewards)
+        if index is None:
+            raise ValueError(
+                f"{OP}: uid is missing: data.non_tensor_batch['uid'] says which rollouts are of one prompt. verl's "
+                "trainers set it; where compute_advantage is called by hand, set it there"
+            )
+        return cls(
+            rewards=token_level_rewards.sum(-1),
+            token_rewards=token_level_rewards,
+            mask=response_mask,
+            groups=fa.group_index(index, op=f"{OP}, uid").to(token_level_rewards.device),
+            **more,
+        )
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Tokens of the mask of each row, `[B]` int64; 0 for padding."""
+        counts = fa.token_counts(self.mask)
+        return counts if self.padding is None else torch.where(self.padding, 0, counts)
+
+    @cached_property
+    def voting(self) -> Sessions:
+        """The sessions that vote."""
+        counts, everybody = self.counts, torch.arange(self.counts.shape[0], device=self.counts.device)
+        if self.sessions is None or self.last_of_session is None:
+            last, number_of_row, lengths = everybody, everybody, counts
+        else:
+            index = fa.group_index(self.sessions)
+            last = self._last_rows(index, self.last_of_session)
+            number_of_row = index.index
+            lengths = torch.zeros_like(last).index_add(0, number_of_row, counts)
+        keeps = lengths > 0
+        if bool(keeps.all()):
+            groups = self.groups if last is everybody else fa.group_index(self.groups.index[last])
+            return Sessions(self.rewards[last], groups, last, number_of_row, lengths)
+        place = torch.where(keeps, keeps.cumsum(0) - 1, keeps.sum())
+        kept = last[keeps]
+        groups = fa.group_index(self.groups.index[kept])
+        return Sessions(self.rewards[kept], groups, kept, place[number_of_row], lengths[keeps])
+
+    def _last_rows(self, index: fa.GroupIndex, last: Tensor) -> Tensor:
+        """The last row of each session, `[S]`."""
+        rows = last.nonzero().squeeze(1)
+        sessions = index.index[rows]
+        if not torch.equal(sessions.sort().values, torch.arange(index.num_groups, device=rows.device)):
+            raise ValueError(
+                f"{OP}: last_of_session names {rows.numel()} rows for {index.num_groups} sessions; one each"
+            )
+        found = torch.empty_like(rows).scatter_(0, sessions, rows)
+        if not torch.equal(self.groups.index[found][index.index], self.groups.index):
+            raise ValueError(f"{OP}: a session has rows of two uids; its outputs answer one prompt")
+        return found
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """A value of each row at its tokens of the mask, 0 elsewhere: `[B, R]` float32."""
+        return fa.token_returns(self.mask, rewards=per_row).returns
+
+    @property
+    def turns(self) -> Tensor:
+        """Turn of each token, `[B, R]` int32."""
+        if self.turn_ids is not None:
+            return self.turn_ids
+        return fa.turn_ids_from_mask(self.mask if self.sampled is None else self.sampled)
+
+
+TOKENS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+# Fields that verl calls otherwise, for errors.
+VERL_NAMES = {"mask": "response_mask", "greedy_rewards": "reward_baselines", "rewards": "token_level_rewards.sum(-1)"}
+
+
+def stable_ids(labels: Sequence[Any] | np.ndarray) -> Tensor:
+    """A number for each row, `[B]` int64, that follows from its label and from how many rows of that label come before
+    it: what coins are tossed by where nobody gives ids."""
+    seen: dict[str, int] = {}
+    ids = []
+    for label in map(str, labels):
+        seen[label] = seen.get(label, -1) + 1
+        ids.append(number(f"{label}/{seen[label]}"))
+    return torch.tensor(ids, dtype=torch.int64)
