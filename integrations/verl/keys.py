@@ -14,9 +14,7 @@ from fastadv.ops.group_advantages import POPULATIONS, SCALES
 from fastadv.ops.turn_advantages import SHRINK_TARGETS
 
 ROOT = "algorithm.fastadv"
-TRAINER = (
-    "trainer.v1.trainer_mode=fastadv_sync"  # or one of its sisters: the trainers that fetch what verl does not pass
-)
+TRAINER = "trainer.v1.trainer_mode=fastadv_sync"  # or a sister of it: they know what verl does not pass
 
 # Read by our trainers, which check their values; with a trainer of verl's nothing would read them.
 TRAINER_KEYS = ("endings", "overlong", "exclusion", "matched_update", "record")
@@ -57,7 +55,7 @@ class EstimatorOptions:
         ddof: of that standard deviation.
         eps: added to it.
         singleton: what a group of one gets, "zero" or "raw".
-        estimator: a name of `fastadv.ESTIMATORS`, for `adv_estimator=fastadv_estimate`.
+        estimator: a name of `fastadv.ESTIMATORS`, for `adv_estimator=fastadv`.
         options: of that estimator.
         arm: for `adv_estimator=fastadv_arm`, written as `fastadv.named_arm` or `fastadv.arm_from_dict` takes it.
         solved_above: a rollout with a reward above this is solved.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +43,37 @@ class Sessions:
     def to_rows(self, values: Tensor) -> Tensor:
         """A value of each session at its rows, `[B]`; 0 at rows of none."""
         return torch.cat([values, values.new_zeros(1)]).index_select(0, self.of_row)
+
+
+class Packed(NamedTuple):
+    """The tokens of the sessions that vote, one session after another, as `fastadv.Batch` and turns are packed.
+
+    Attributes:
+        order: `[n]` int64, rows of these sessions, by session.
+        cu_seqlens: `[S + 1]` int64.
+        shape: of the padded rows.
+    """
+
+    order: Tensor  # [n]
+    cu_seqlens: Tensor  # [S + 1]
+    shape: torch.Size
+
+    @property
+    def _everything(self) -> bool:
+        rows = torch.arange(self.shape[0], device=self.order.device)
+        return torch.equal(self.order, rows)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """`[B, R]` to `[n R]`."""
+        return (padded if self._everything else padded[self.order]).reshape(-1)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """`[n R]` to `[B, R]`, 0 in rows of no session."""
+        if self._everything:
+            return packed.view(self.shape)
+        padded = packed.new_zeros(self.shape)
+        padded[self.order] = packed.view(-1, self.shape[1])
+        return padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +205,39 @@ class Rows:
             raise ValueError(f"{OP}: a session has rows of two uids; its outputs answer one prompt")
         return found
 
+    @cached_property
+    def packed(self) -> Packed:
+        """The sessions that vote, one after another."""
+        of_row, count = self.voting.of_row, self.voting.rows.shape[0]
+        order = of_row.argsort(stable=True)[: int((of_row < count).sum())]
+        rows = torch.bincount(of_row, minlength=count)[:count]
+        ends = (rows * self.mask.shape[1]).cumsum(0)
+        return Packed(order, torch.cat([ends.new_zeros(1), ends]), self.mask.shape)
+
+    @cached_property
+    def voting_groups(self) -> fa.GroupIndex:
+        """Groups of rows, those without a token each in one of its own."""
+        empty = self.counts == 0
+        if not bool(empty.any()):
+            return self.groups
+        own = self.groups.num_groups + torch.arange(empty.shape[0], device=empty.device)
+        return fa.group_index(torch.where(empty, own, self.groups.index))
+
+    @cached_property
+    def rewards_on_mask(self) -> Tensor:
+        """Token rewards, `[B, R]`: what stands outside of the mask (verl writes an outcome on a row's last token, be it
+        a tool's) moved to the token of the mask before it. What has none before it follows from no token."""
+        outside = (self.token_rewards != 0) & (self.mask == 0)
+        rows = outside.any(-1).nonzero().squeeze(1)
+        if not rows.numel():
+            return self.token_rewards
+        mine, on = self.token_rewards[rows], self.mask[rows] != 0  # [n, R]
+        before = torch.where(on, torch.arange(on.shape[1], device=on.device), -1).cummax(-1).values
+        moved = torch.where(~on & (before >= 0), mine, 0.0)
+        result = self.token_rewards.clone()
+        result[rows] = torch.where(on, mine, 0.0).scatter_add(1, before.clamp(min=0), moved)
+        return result
+
     def spread(self, per_row: Tensor) -> Tensor:
         """A value of each row at its tokens of the mask, 0 elsewhere: `[B, R]` float32."""
         return fa.token_returns(self.mask, rewards=per_row).returns
@@ -182,6 +248,38 @@ class Rows:
         if self.turn_ids is not None:
             return self.turn_ids
         return fa.turn_ids_from_mask(self.mask if self.sampled is None else self.sampled)
+
+
+@dataclass(eq=False)
+class Told:
+    """What a trainer of ours says about a batch while verl computes its advantages.
+
+    Attributes:
+        fields: fields of Rows that verl does not pass, by name.
+        made: what an arm made of the rows, which it leaves for the trainer; None: no arm ran.
+    """
+
+    fields: Mapping[str, Any]
+    made: Any = None
+
+
+_TOLD: ContextVar[Told | None] = ContextVar("fastadv_verl_told", default=None)
+
+
+def told() -> Told | None:
+    """What a trainer of ours says about the batch; None under a trainer of verl's."""
+    return _TOLD.get()
+
+
+@contextmanager
+def telling(**fields: Any) -> Iterator[Told]:
+    """Inside of the context, registered estimators know these fields of Rows. A trainer calls verl's own code in it."""
+    found = Told(fields)
+    token = _TOLD.set(found)
+    try:
+        yield found
+    finally:
+        _TOLD.reset(token)
 
 
 TOKENS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
