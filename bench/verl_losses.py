@@ -94,6 +94,7 @@ def verl_losses() -> bool:
 
 
 def _pairs(b: dict[str, Tensor], config: Any) -> dict[str, tuple[Run, Run]]:
+    b = b | {"old_log_probs": b["old_log_probs"].clamp(max=-1e-3)}  # a probability above 1 has no binary KL
     core_algos = import_module("verl.trainer.ppo.core_algos")
     losses = import_module("fastadv.integrations.verl.policy_losses").POLICY_LOSSES
     functions = import_module("fastadv.integrations.verl.loss_functions")
