@@ -3,15 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all peers sanitize replay bench profile host-cost gpu compiled lint format clean
+.PHONY: test test-all test-verl peers sanitize replay bench profile host-cost gpu compiled lint format clean
 
 # All checks that land a change: style, types, tests.
-test: lint
+test: lint .venv/verl
 	$(BIN)/pytest -q -m "not slow and not gpu and not peers"
 
 # The long proofs too.
-test-all: lint
+test-all: lint .venv/verl
 	$(BIN)/pytest -q -m "not gpu and not peers"
+
+# verl's own CPU tests, from the source archive of the version that we equal, with our functions in place of verl's.
+test-verl: .venv/verl
+	$(BIN)/python tests/verls_own_tests.py
 
 # Every dialect against its owner's own code.
 peers: .venv/peers
@@ -75,6 +79,12 @@ NO_SPILLS := -Xptxas=--warn-on-spills,--warn-on-local-memory-usage -Werror=all-w
 	$(PYTHON) -m venv .venv
 	NVCC_APPEND_FLAGS="$(NO_SPILLS)" $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# Where pip cannot reach verl, its tests skip and say so.
+VERL := verl==0.9.1
+.venv/verl: .venv/installed tests/verl.txt
+	if $(BIN)/pip install --quiet --no-deps $(VERL) && $(BIN)/pip install --quiet --constraint constraints.txt --requirement tests/verl.txt; \
+		then touch $@; else echo "pip cannot reach $(VERL): its tests skip"; fi
 
 .venv/peers: .venv/installed bench/peers.txt bench/peers_alone.txt
 	$(BIN)/pip install --quiet --no-deps --requirement bench/peers_alone.txt

@@ -64,6 +64,7 @@ def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
         raise ValueError(
             f"unpad: padded has shape {list(padded.shape)}, lengths {list(lengths.shape)}; expected [B, T] and [B]"
         )
+    lengths = lengths.to(torch.int64)  # a narrow type may not hold the width
     if bool(((lengths < 0) | (lengths > padded.shape[1])).any()):
         raise ValueError(f"unpad: lengths must be in [0, {padded.shape[1]}], the width of padded")
     return padded[_occupied(lengths, padded.shape[1])]
@@ -105,7 +106,7 @@ class TokenIds:
         validation.tensor(op, "token_ids.cu_seqlens", self.cu_seqlens, shape=(lengths.shape[0] + 1,))
         rows = Rows.of(op, "token_ids.ids", self.ids, self.cu_seqlens, "token_ids.cu_seqlens")
         assert rows.cu_seqlens is not None
-        bad = (self.ids < 0) | (self.ids > LARGEST_ID)
+        bad = (self.ids < 0) | (self.ids.to(torch.int64) > LARGEST_ID)
         if bool(bad.any()):
             at = int(bad.nonzero()[0])
             raise ValueError(
@@ -426,7 +427,7 @@ def _lengths(op: str, rows: Rows, mask: Tensor, lengths: Tensor | None) -> Tenso
 def _versions(op: str, versions: Tensor, mask: Tensor) -> Tensor:
     """Versions as int32, -1 where the model sampled nothing, after checks of what was given."""
     validation.tensor(op, "versions", versions, shape=tuple(mask.shape), dtypes=validation.INTEGERS, device=mask.device)
-    sampled = mask != 0
+    sampled, versions = mask != 0, versions.to(torch.int64)  # a narrow type would not hold the limits below
     bad = sampled & ((versions < 0) | (versions > LARGEST_ID))
     if bool(bad.any()):
         at = bad.nonzero()[0].tolist()

@@ -459,3 +459,13 @@ def test_arms_run_on_the_kernels(backend: str) -> None:
         expected = arm.apply(batch, plain, backend="reference")
         torch.testing.assert_close(result.advantages.values, expected.advantages.values, rtol=1e-14, atol=1e-15)
         assert result.advantages.values.dtype == torch.float64
+
+
+def test_narrow_integers_are_numbers_too() -> None:
+    """torch compares in the tensor's own type, where 2^31 - 1 and a width of 300 are other numbers."""
+    mask = torch.tensor([True, True, False])
+    given = {"mask": mask, "rewards": torch.ones(1), "group_ids": [0], "outcomes": torch.tensor([0])}
+    for dtype in (torch.int8, torch.uint8, torch.int16):
+        batch = fa.Batch.of(**given, cu_seqlens=torch.tensor([0, 3]), versions=torch.tensor([3, 4, 0], dtype=dtype))
+        assert batch.versions.tolist() == [3, 4, -1]
+        assert fa.unpad(torch.zeros(1, 300), torch.tensor([100], dtype=dtype)).shape == (100,)

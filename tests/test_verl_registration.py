@@ -14,7 +14,6 @@ from verl_import import verl_module
 
 integration = verl_module("fastadv.integrations.verl")
 registration = verl_module("fastadv.integrations.verl.registration")
-estimators = verl_module("fastadv.integrations.verl.estimators")
 algos = verl_module("verl.trainer.ppo.core_algos")
 
 NAMES = """
@@ -35,19 +34,19 @@ def test_the_module_that_verl_is_told_to_import() -> None:
     found = python(
         f"import verl{NAMES}", VERL_USE_EXTERNAL_MODULES=integration.__name__, VERL_USE_EXTERNAL_PLUGINS="none"
     )
-    assert found.stdout.strip().split(",") == list(estimators.ESTIMATORS), found.stderr[-2000:]
+    assert found.stdout.strip().split(",") == list(registration.ESTIMATORS), found.stderr[-2000:]
 
 
 def test_the_entry_point() -> None:
     (entry,) = [e for e in metadata.entry_points(group="verl.plugins") if e.name == "fastadv"]
     assert entry.load() is integration
     found = python(f"import verl{NAMES}")
-    assert found.stdout.strip().split(",") == list(estimators.ESTIMATORS), found.stderr[-2000:]
+    assert found.stdout.strip().split(",") == list(registration.ESTIMATORS), found.stderr[-2000:]
 
 
 def test_ours_before_verl_and_without_its_loaders() -> None:
     found = python(f"import fastadv.integrations.verl, verl{NAMES}", VERL_USE_EXTERNAL_PLUGINS="none")
-    assert found.stdout.strip().split(",") == list(estimators.ESTIMATORS), found.stderr[-2000:]
+    assert found.stdout.strip().split(",") == list(registration.ESTIMATORS), found.stderr[-2000:]
     found = python(f"import verl{NAMES}", VERL_USE_EXTERNAL_PLUGINS="none")
     assert found.stdout.strip() == "", "nobody asked"
 
@@ -61,10 +60,10 @@ def test_a_second_time_changes_nothing() -> None:
     before = dict(algos.ADV_ESTIMATOR_REGISTRY), dict(algos.POLICY_LOSS_REGISTRY)
     found = integration.register()
     assert before == (algos.ADV_ESTIMATOR_REGISTRY, algos.POLICY_LOSS_REGISTRY)
-    assert found.estimators == tuple(estimators.ESTIMATORS)
+    assert found.estimators == tuple(registration.ESTIMATORS)
     assert all(name.startswith("fastadv") for names in found for name in names), "no name of verl's is taken"
     for name in found.estimators:
-        assert algos.get_adv_estimator_fn(name) is estimators.REGISTERED[name]
+        assert algos.get_adv_estimator_fn(name) is registration.ESTIMATORS[name]
 
 
 def test_a_name_that_another_package_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,8 @@ def advantages(name: str, rows: Rows, options: EstimatorOptions) -> Result:
     if name not in ESTIMATORS:
         raise ValueError(f"algorithm.adv_estimator is {name!r}; fastadv's names are {', '.join(ESTIMATORS)}")
     found = ESTIMATORS[name]
-    options.only(name, found.keys)
+    always = () if told() is None else ("solved_above", "timeout")  # our trainers count what is solved
+    options.only(name, (*found.keys, *always))
     for need in found.needs:
         if getattr(rows, need) is None:
             raise ValueError(f"algorithm.adv_estimator={name} needs {NEEDS[need]}")
@@ -130,8 +131,9 @@ def outcomes(rows: Rows, options: EstimatorOptions) -> fa.Outcomes:
     sessions = rows.voting
     unknown = torch.full_like(sessions.rows, fa.Ending.UNKNOWN)
     endings = unknown if rows.endings is None else rows.endings[sessions.rows]
+    scores = sessions.rewards if rows.scores is None else rows.scores[sessions.rows]
     return fa.outcomes_of(
-        endings, sessions.rewards, solved_above=options.solved_above, timeout=fa.Outcome[options.timeout.upper()]
+        endings, scores, solved_above=options.solved_above, timeout=fa.Outcome[options.timeout.upper()]
     )
 
 

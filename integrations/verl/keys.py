@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import fastadv as fa
+from fastadv import validation
 from fastadv.arms.text import shown
 from fastadv.ops.group_advantages import POPULATIONS, SCALES
 from fastadv.ops.turn_advantages import SHRINK_TARGETS
@@ -17,7 +17,7 @@ ROOT = "algorithm.fastadv"
 TRAINER = "trainer.v1.trainer_mode=fastadv_sync"  # or a sister of it: they know what verl does not pass
 
 # Read by our trainers, which check their values; with a trainer of verl's nothing would read them.
-TRAINER_KEYS = ("endings", "overlong", "exclusion", "matched_update", "record")
+TRAINER_KEYS = ("trainer",)
 
 SINGLETONS = ("zero", "raw")
 TIMEOUTS = ("infra", "budget")
@@ -26,6 +26,30 @@ TIMEOUTS = ("infra", "budget")
 def key_error(path: str, value: Any, fix: str) -> ValueError:
     """An error about the value of a yaml key: `algorithm.fastadv.kappa is -1; it must be at least 0`."""
     return ValueError(f"{path} is {shown(value)}; {fix}")
+
+
+def mapping(path: str, value: Any, valid: tuple[str, ...]) -> dict[str, Any]:
+    """The keys of a mapping of the yaml, which have to be among the valid ones; none where it is null.
+
+    Raises:
+        ValueError: not a mapping, an unknown key.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise key_error(path, value, f"it must be a mapping with keys among {', '.join(valid)}")
+    for key in value:
+        if key not in valid:
+            hint = validation.did_you_mean(str(key), valid)
+            raise ValueError(f"{path}.{key} is no key of fastadv{hint}; {path} has {', '.join(valid)}")
+    return {str(key): item for key, item in value.items()}
+
+
+def number(path: str, value: Any) -> float:
+    """The value, which has to be a number that is no NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise key_error(path, value, "it must be a number")
+    return value
 
 
 def read(config: Any, name: str, default: Any = None) -> Any:
@@ -122,9 +146,8 @@ class EstimatorOptions:
 
 def _unknown(key: str) -> str:
     valid = (*OWN, *TRAINER_KEYS)
-    near = difflib.get_close_matches(key, valid, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{ROOT}.{key} is no key of fastadv; {hint}the keys are {', '.join(valid)}"
+    hint = validation.did_you_mean(key, valid)
+    return f"{ROOT}.{key} is no key of fastadv{hint}; the keys are {', '.join(valid)}"
 
 
 def _number(path: str, value: Any) -> float:
@@ -156,9 +179,8 @@ def _one_of(*valid: str) -> Any:
 
 def _estimator(path: str, value: Any) -> str:
     if value not in fa.ESTIMATORS:
-        near = difflib.get_close_matches(str(value), fa.ESTIMATORS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise key_error(path, value, f"{hint}the names are {', '.join(sorted(fa.ESTIMATORS))}")
+        hint = validation.did_you_mean(str(value), fa.ESTIMATORS).strip(" ()")
+        raise key_error(path, value, f"{hint + '; ' if hint else ''}the names are {', '.join(sorted(fa.ESTIMATORS))}")
     return str(value)
 
 

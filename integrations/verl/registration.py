@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import warnings
 from importlib import metadata
 from typing import NamedTuple
 
-from fastadv.integrations.verl.estimators import REGISTERED
+from fastadv.integrations.verl import agent, estimators
 
+ESTIMATORS = {**estimators.REGISTERED, **agent.REGISTERED}
 PACKAGE = "fastadv.integrations.verl"
 OLDEST = (0, 6)  # the first that takes any name for estimators
 
@@ -61,14 +63,16 @@ def register() -> Registered:
     verl_version()
     from verl.trainer.ppo import core_algos
 
-    for name, function in REGISTERED.items():
+    for name, function in ESTIMATORS.items():
         core_algos.register_adv_est(name)(function)
     losses = _part("policy_losses", "POLICY_LOSSES")
     for name, loss in losses.items():
         core_algos.register_policy_loss(name)(loss)
+    if os.environ.get("VERL_ENGINE_VENDOR") == "fastadv":
+        importlib.import_module(f"{PACKAGE}.engine")  # which registers itself
     v1 = _is_there("verl.trainer.ppo.v1") and _is_there("transfer_queue")
     trainers = _part("trainer", "TRAINERS") if v1 else {}  # which its import registers
-    return Registered(tuple(REGISTERED), tuple(losses), tuple(trainers))
+    return Registered(tuple(ESTIMATORS), tuple(losses), tuple(trainers))
 
 
 def _part(module: str, table: str) -> dict[str, object]:

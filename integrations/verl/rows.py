@@ -100,6 +100,7 @@ class Rows:
         old_log_probs, sum_pi_squared, rollout_is_weights: `[B, R]`; None: not known.
         greedy_rewards: `[B]`, verl's `reward_baselines`; None: not known.
         step: version of the weights that are about to be updated; None: not known.
+        scores: `[B]`, rewards before penalties and shaping, which say what is solved; None: the rewards.
     """
 
     rewards: Tensor  # [B]
@@ -120,6 +121,7 @@ class Rows:
     rollout_is_weights: Tensor | None = None  # [B, R]
     greedy_rewards: Tensor | None = None  # [B]
     step: int | None = None
+    scores: Tensor | None = None  # [B]
 
     def __post_init__(self) -> None:
         shape, device = self.token_rewards.shape, self.token_rewards.device
@@ -129,7 +131,16 @@ class Rows:
             value = getattr(self, name)
             if value is not None:
                 validation.tensor(OP, VERL_NAMES.get(name, name), value, shape=tuple(shape), device=device)
-        for name in ("rewards", "sessions", "last_of_session", "padding", "endings", "row_ids", "greedy_rewards"):
+        for name in (
+            "rewards",
+            "sessions",
+            "last_of_session",
+            "padding",
+            "endings",
+            "row_ids",
+            "greedy_rewards",
+            "scores",
+        ):
             value = getattr(self, name)
             if value is not None:
                 validation.tensor(OP, VERL_NAMES.get(name, name), value, shape=(shape[0],), device=device)
@@ -257,10 +268,12 @@ class Told:
     Attributes:
         fields: fields of Rows that verl does not pass, by name.
         made: what an arm made of the rows, which it leaves for the trainer; None: no arm ran.
+        turns: rows that are turns, for the estimators of verl-agent; None: nobody says.
     """
 
     fields: Mapping[str, Any]
     made: Any = None
+    turns: Any = None
 
 
 _TOLD: ContextVar[Told | None] = ContextVar("fastadv_verl_told", default=None)
@@ -272,9 +285,9 @@ def told() -> Told | None:
 
 
 @contextmanager
-def telling(**fields: Any) -> Iterator[Told]:
+def telling(*, turns: Any = None, **fields: Any) -> Iterator[Told]:
     """Inside of the context, registered estimators know these fields of Rows. A trainer calls verl's own code in it."""
-    found = Told(fields)
+    found = Told(fields, turns=turns)
     token = _TOLD.set(found)
     try:
         yield found
