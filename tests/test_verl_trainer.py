@@ -284,9 +284,9 @@ def test_a_step_of_verl_on_the_committed_rollouts(queue: None, tmp_path: Path) -
     """docs/verl.md's first step, and the same with verl's own names: what should be equal is."""
     path = tmp_path / "record.jsonl"
     metrics = smoke.run([f"algorithm.fastadv.trainer.record={path}"])
-    (record,) = fa.read_records(path)
-    assert record.arm == "turn-reached"
-    assert record.wall_clock_s > 0
+    (line,) = fa.read_records(path)
+    assert line.arm == "turn-reached"
+    assert line.wall_clock_s > 0
     rollouts = smoke.rollouts()
     counts = rollouts.census().counts
     # A rollout that fails with its last turn cannot be told from one that was stopped there.
@@ -302,7 +302,8 @@ def test_a_step_of_verl_on_the_committed_rollouts(queue: None, tmp_path: Path) -
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
         "algorithm.adv_estimator=grpo",
     ]
-    ours = ["algorithm.adv_estimator=fastadv_grpo", "~algorithm.fastadv.kappa", f"algorithm.fastadv.trainer.record={tmp_path / 'grpo.jsonl'}"]
+    record = f"algorithm.fastadv.trainer.record={tmp_path / 'grpo.jsonl'}"
+    ours = ["algorithm.adv_estimator=fastadv_grpo", "~algorithm.fastadv.kappa", record]
     theirs, found = smoke.run(own), smoke.run(ours)
     shared = set(theirs) & set(found)
     assert {"actor/pg_loss", "actor/grad_norm", "critic/advantages/max", "actor/pg_clipfrac"} <= shared

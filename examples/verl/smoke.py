@@ -65,7 +65,9 @@ def rollouts() -> Batch:
     from fastadv.replay import readers
     from fastadv.replay.readers.rollouts import ReadOptions
 
-    return readers.read(LAKE / "rollouts.pt", ReadOptions()).batch
+    batch = readers.read(LAKE / "rollouts.pt", ReadOptions()).batch
+    assert batch is not None
+    return batch
 
 
 def rows_of_rollouts() -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
