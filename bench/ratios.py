@@ -1,7 +1,7 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
 python -m bench.ratios [policy-loss] [losses] [advantages] [estimators] [token-estimators] [log-probs] [linear]
-    [gradproj] [gradproj-kernels] [verl-losses] [scaling] [replay]
+    [gradproj] [gradproj-kernels] [verl-losses] [verl-estimators] [scaling] [replay]
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.harness import (
 from bench.log_probs import log_probs
 from bench.losses import losses
 from bench.token_estimators import token_estimators
+from bench.verl_estimators import verl_estimators
 from bench.verl_losses import verl_losses
 from fastadv.ops import segments as lookup
 
@@ -249,6 +250,7 @@ SUITES = {
     "gradproj-kernels": gradproj_kernels,
     "token-estimators": token_estimators,
     "verl-losses": verl_losses,
+    "verl-estimators": verl_estimators,
     "scaling": scaling,
     "replay": replay,
 }

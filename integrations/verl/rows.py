@@ -80,14 +80,12 @@ class Packed(NamedTuple):
 class Rows:
     """What of verl's padded rows an estimator reads.
 
-    Masks are bool or integers as verl has them (int64), and count where they are not 0.
-
     Attributes:
         rewards: `[B]` float32, token rewards summed over all columns: the reward may stand where the mask is 0.
         token_rewards: `[B, R]`.
-        mask: `[B, R]`, as the loss will see it.
+        mask: `[B, R]` bool, as the loss will see it.
         groups: which rows are of one prompt.
-        sampled: `[B, R]`, tokens that the model sampled, before any rejection; None: equal to the mask.
+        sampled: `[B, R]` bool, tokens that the model sampled, before any rejection; None: equal to the mask.
         turn_ids: `[B, R]` int32, -1 outside of turns, continuing over the rows of a session; None: the runs of
             `sampled` in each row, which is right where a session is one row and its mask was not edited.
         sessions: `[B]` int64, the session of each row; None: each row is one.
@@ -164,6 +162,7 @@ class Rows:
             ValueError, TypeError: no uid, shapes that differ.
         """
         validation.tensor(OP, "token_level_rewards", token_level_rewards)
+        validation.tensor(OP, "response_mask", response_mask, dtypes=validation.MASKS)
         if index is None:
             raise ValueError(
                 f"{OP}: uid is missing: data.non_tensor_batch['uid'] says which rollouts are of one prompt. verl's "
@@ -172,36 +171,34 @@ class Rows:
         return cls(
             rewards=token_level_rewards.sum(-1),
             token_rewards=token_level_rewards,
-            mask=response_mask,
+            mask=response_mask.bool(),  # kernels read a byte a token of it, several times
             groups=fa.group_index(index, op=f"{OP}, uid").to(token_level_rewards.device),
             **more,
         )
 
     @cached_property
     def counts(self) -> Tensor:
-        """Tokens of the mask of each row, `[B]` int64; 0 for padding."""
+        """Tokens of the mask of each row, `[B]` int64; padding has none."""
         counts = fa.token_counts(self.mask)
         return counts if self.padding is None else torch.where(self.padding, 0, counts)
 
     @cached_property
     def voting(self) -> Sessions:
         """The sessions that vote."""
-        counts, everybody = self.counts, torch.arange(self.counts.shape[0], device=self.counts.device)
-        if self.sessions is None or self.last_of_session is None:
-            last, number_of_row, lengths = everybody, everybody, counts
-        else:
+        last = of_row = torch.arange(self.mask.shape[0], device=self.mask.device)
+        lengths = self.counts
+        if self.sessions is not None and self.last_of_session is not None:
             index = fa.group_index(self.sessions)
-            last = self._last_rows(index, self.last_of_session)
-            number_of_row = index.index
-            lengths = torch.zeros_like(last).index_add(0, number_of_row, counts)
+            last, of_row = self._last_rows(index, self.last_of_session), index.index
+            lengths = torch.zeros_like(last).index_add(0, of_row, lengths)
         keeps = lengths > 0
         if bool(keeps.all()):
-            groups = self.groups if last is everybody else fa.group_index(self.groups.index[last])
-            return Sessions(self.rewards[last], groups, last, number_of_row, lengths)
+            groups = self.groups if self.sessions is None else fa.group_index(self.groups.index[last])
+            return Sessions(self.rewards[last], groups, last, of_row, lengths)
         place = torch.where(keeps, keeps.cumsum(0) - 1, keeps.sum())
         kept = last[keeps]
         groups = fa.group_index(self.groups.index[kept])
-        return Sessions(self.rewards[kept], groups, kept, place[number_of_row], lengths[keeps])
+        return Sessions(self.rewards[kept], groups, kept, place[of_row], lengths[keeps])
 
     def _last_rows(self, index: fa.GroupIndex, last: Tensor) -> Tensor:
         """The last row of each session, `[S]`."""
@@ -238,11 +235,11 @@ class Rows:
     def rewards_on_mask(self) -> Tensor:
         """Token rewards, `[B, R]`: what stands outside of the mask (verl writes an outcome on a row's last token, be it
         a tool's) moved to the token of the mask before it. What has none before it follows from no token."""
-        outside = (self.token_rewards != 0) & (self.mask == 0)
+        outside = self.token_rewards.bool() > self.mask
         rows = outside.any(-1).nonzero().squeeze(1)
         if not rows.numel():
             return self.token_rewards
-        mine, on = self.token_rewards[rows], self.mask[rows] != 0  # [n, R]
+        mine, on = self.token_rewards[rows], self.mask[rows]  # [n, R]
         before = torch.where(on, torch.arange(on.shape[1], device=on.device), -1).cummax(-1).values
         moved = torch.where(~on & (before >= 0), mine, 0.0)
         result = self.token_rewards.clone()
