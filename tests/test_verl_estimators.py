@@ -183,19 +183,18 @@ def sessions_of(b: VerlRows, seed: int) -> tuple[dict[str, Tensor], list[str]]:
     verl's keys."""
     g = torch.Generator().manual_seed(seed)
     free: dict[str, list[int]] = {}
-    keys, sessions = [""] * len(b.uid), torch.zeros(len(b.uid), dtype=torch.int64)
-    last = torch.zeros(len(b.uid), dtype=torch.bool)
     for row in torch.randperm(len(b.uid), generator=g).tolist():
         free.setdefault(b.uid[row], []).append(row)
+    keys = [""] * len(b.uid)
+    sessions, outputs = torch.zeros(2, len(b.uid), dtype=torch.int64).unbind(0)
     number = 0
     for uid, mine in free.items():
         while mine:
-            size = min(len(mine), int(torch.randint(1, 4, (), generator=g)))
-            for output in range(size):
+            for output in range(min(len(mine), int(torch.randint(1, 4, (), generator=g)))):
                 row = mine.pop()
-                keys[row], sessions[row], last[row] = f"{uid}_{number}_{output}", number, output == size - 1
+                keys[row], sessions[row], outputs[row] = f"{uid}_{number}_{output}", number, output
             number += 1
-    return {"sessions": sessions, "last_of_session": last}, keys
+    return {"sessions": sessions, "outputs": outputs}, keys
 
 
 @DRAWN
@@ -216,58 +215,75 @@ def test_a_session_counts_once_as_in_verls_grpo(size: tuple[int, int, int], scal
     torch.testing.assert_close(found, expected, **NEAR)
 
 
-SESSIONS = ("rloo", "opo", "gpg", "dr_grpo", "maxrl", "reinforce_plus_plus_baseline", "turn")
+def joined(b: VerlRows, told: dict[str, Tensor]) -> tuple[VerlRows, dict[int, tuple[int, slice]]]:
+    """Sessions as one row each, outputs one after another, and where each row has gone."""
+    count, width = int(told["sessions"].max()) + 1, b.mask.shape[1]
+    long = VerlRows(0, 1, 1)
+    long.uid = np.array([""] * count, dtype=object)
+    long.mask, long.rewards = torch.zeros(count, 3 * width, dtype=torch.int64), torch.zeros(count, 3 * width)
+    outputs = torch.zeros(count, dtype=torch.int64).scatter_reduce(0, told["sessions"], told["outputs"], "amax")
+    place = {}
+    for row, (session, output) in enumerate(zip(told["sessions"].tolist(), told["outputs"].tolist(), strict=True)):
+        place[row] = (session, slice(output * width, (output + 1) * width))
+        long.uid[session], long.mask[place[row]] = b.uid[row], b.mask[row]
+        if output == outputs[session]:
+            long.rewards[place[row]] = b.rewards[row]
+    return long, place
 
 
-@pytest.mark.parametrize("method", SESSIONS)
+SESSIONS = {
+    "fastadv_rloo": None,
+    "fastadv_opo": None,
+    "fastadv_gpg": None,
+    "fastadv_dr_grpo": None,
+    "fastadv_maxrl": None,
+    "fastadv_reinforce_plus_plus_baseline": None,
+    "fastadv_turn": {"kappa": 1},
+    "fastadv": {"estimator": "grpo/verl-agent"},
+    "fastadv_arm": {"arm": "turn-reached"},
+}
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.parametrize("empty", [0.0, 0.4])
 @DRAWN
 @given(size=SIZES)
-def test_a_session_counts_once(method: str, size: tuple[int, int, int]) -> None:
-    """As if its outputs were one long row."""
-    name = f"fastadv_{method}"
-    b = VerlRows(*size)
-    told, keys = sessions_of(b, size[0])
-    turns = torch.full(b.mask.shape, -1, dtype=torch.int32)
-    count, width = int(told["sessions"].max()) + 1, b.mask.shape[1]
-    order = sorted(range(len(keys)), key=lambda row: (int(told["sessions"][row]), int(keys[row].rsplit("_", 1)[1])))
-    joined = VerlRows(0, count, 3 * width)
-    joined.uid, place = np.array([""] * count, dtype=object), {}
-    joined.mask, joined.rewards = torch.zeros(2, count, 3 * width, dtype=torch.int64).unbind(0)
-    joined.rewards = torch.zeros(count, 3 * width)
-    before = [0] * count
-    ids = fa.turn_ids_from_mask(b.mask)
-    for row in order:
-        session, output = int(told["sessions"][row]), int(keys[row].rsplit("_", 1)[1])
-        place[row] = (session, slice(output * width, (output + 1) * width))
-        joined.uid[session] = b.uid[row]
-        joined.mask[place[row]] = b.mask[row]
-        if told["last_of_session"][row]:
-            joined.rewards[place[row]] = b.rewards[row]
-        turns[row] = torch.where(ids[row] >= 0, ids[row] + before[session], -1)
-        before[session] = int(turns[row].max()) + 1
-    long = torch.full((count, 3 * width), -1, dtype=torch.int32)
-    for row, at in place.items():
-        long[at] = turns[row]
-    with telling(**told, turn_ids=turns):
-        found = computed(name, b)[0]
-    with telling(turn_ids=long):
-        expected = computed(name, joined)[0]
+def test_a_session_is_one_row_to_the_estimator(name: str, empty: float, size: tuple[int, int, int]) -> None:
+    b = VerlRows(*size, empty=empty)
+    b.mask[:, -1] = 0  # outputs do not touch: two turns would look like one
+    if not b.mask.any():
+        return
+    told, _ = sessions_of(b, size[0])
+    long, place = joined(b, told)
+    with telling(**told):
+        found = computed(name, b, algorithm(SESSIONS[name]))[0]
+    expected = computed(name, long, algorithm(SESSIONS[name]))[0]
     for row, at in place.items():
         torch.testing.assert_close(found[row], expected[at], **NEAR)
 
 
-@pytest.mark.parametrize(
-    ("told", "what"),
-    [
-        ({"sessions": torch.tensor([0, 0, 1])}, "come together"),
-        ({"sessions": torch.tensor([0, 0, 1]), "last_of_session": torch.tensor([True, True, True])}, "one each"),
-        ({"sessions": torch.tensor([0, 0, 1]), "last_of_session": torch.tensor([True, False, True])}, "two uids"),
-    ],
-)
-def test_sessions_that_are_none(told: dict[str, Tensor], what: str) -> None:
-    rows = torch.ones(3, 2)
-    with pytest.raises(ValueError, match=what):
-        Rows.of_verl(rows, rows.long(), ["a", "b", "a"], **told).voting  # noqa: B018
+def test_positions_go_on_where_the_output_before_ends() -> None:
+    """Not at the end of its padding."""
+    b = three()
+    b.mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
+    told = {"sessions": torch.tensor([0, 0, 1]), "outputs": torch.tensor([0, 1, 0])}
+    with telling(**told) as trainer:
+        computed("fastadv_arm", b, algorithm({"arm": "turn-reached"}))
+    batch = trainer.made.batch
+    assert batch.lengths.tolist() == [3, 3]
+    assert batch.turn_ids.tolist() == [0, 1, 1, 0, 0, 0]
+    with telling(**told, lengths=torch.tensor([4, 2, 3])) as trainer:
+        computed("fastadv_arm", b, algorithm({"arm": "turn-reached"}))
+    assert trainer.made.batch.lengths.tolist() == [6, 3]
+    assert trainer.made.advantages.shape == b.mask.shape
+
+
+def test_sessions_that_are_none() -> None:
+    rows, sessions = torch.ones(3, 2), torch.tensor([0, 0, 1])
+    with pytest.raises(ValueError, match="sessions and outputs come together"):
+        Rows.of_verl(rows, rows.long(), ["a", "b", "a"], sessions=sessions)
+    with pytest.raises(ValueError, match="rows of two uids"):
+        Rows.of_verl(rows, rows.long(), ["a", "b", "a"], sessions=sessions, outputs=torch.arange(3)).voting  # noqa: B018
 
 
 # ---- turns -----------------------------------------------------------------------------------------------------------
@@ -336,7 +352,17 @@ def test_survivor_by_hand() -> None:
     assert direct("fastadv_survivor", b, {"timeout": "budget"}, endings=endings)[:, 0].tolist() == [0.5, 0.0, -0.5]
 
 
-ARMS = ["none", "mask", "survivors", "random-mask:rho=0.5", "turn-reached", "compact", "nat-urs", "inverse-probability"]
+ARMS = [
+    "position-buckets",
+    "none",
+    "mask",
+    "survivors",
+    "random-mask:rho=0.5",
+    "turn-reached",
+    "compact",
+    "nat-urs",
+    "inverse-probability",
+]
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -352,7 +378,7 @@ def test_an_arm_is_applied_to_the_batch(arm: str, size: tuple[int, int, int]) ->
     outcomes = fa.outcomes_of(endings, b.scores)
     batch = fa.Batch.of(
         mask=b.mask, rewards=b.scores, group_ids=b.uid, outcomes=outcomes.outcomes, capped=outcomes.capped,
-        row_ids=ids, endings=endings,
+        row_ids=ids, endings=endings, lengths=torch.where(b.mask != 0, torch.arange(1, 1 + b.mask.shape[1]), 0).amax(1),
     )  # fmt: skip
     result = fa.named_arm(arm).apply(batch, None)
     weights = result.loss_weights(batch)

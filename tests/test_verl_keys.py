@@ -140,3 +140,24 @@ def test_what_a_trainer_tells_ends_with_the_context() -> None:
             assert rows_module.told() is inner
         assert rows_module.told().fields == {"step": 1}
     assert rows_module.told() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_advantages_are_float32_whatever_rewards_are(dtype: torch.dtype) -> None:
+    b = VerlRows(2, 6, 5, pairs=True)
+    for name in ("fastadv_grpo", "fastadv_turn", "fastadv_reinforce_plus_plus", "fastadv_passk"):
+        expected = computed(name, b)
+        found = estimators.REGISTERED[name](b.rewards.to(dtype), b.mask, b.uid)
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def test_padding_that_is_named_and_lists_that_coins_read() -> None:
+    b = three()
+    found = direct("fastadv_rloo", b, padding=torch.tensor([False, True, False]))
+    assert found[:, 0].tolist() == [1, 0, -1]
+    ids = rows_module.stable_ids(["a", "b", "a"])
+    assert ids["group_ids"][0] == ids["group_ids"][2] != ids["group_ids"][1]
+    assert len(set(ids["row_ids"].tolist())) == 3
+    assert torch.equal(rows_module.stable_ids(["b", "a", "a"])["row_ids"], ids["row_ids"][[1, 0, 2]])
+    assert rows_module.stable_ids([])["row_ids"].shape == (0,)

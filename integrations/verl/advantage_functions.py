@@ -17,7 +17,7 @@ import fastadv as fa
 
 Result = tuple[Tensor, Tensor]  # advantages and returns, [B, R]
 
-# Masks become bool first, verl's int64 ones by a copy that costs less than to read eight bytes a token again.
+# A mask that is read more than once becomes bool first: a copy of verl's int64 costs less than to read it again.
 
 
 class Difference(NamedTuple):
@@ -88,7 +88,7 @@ def _scores(token_level_rewards: Tensor) -> Tensor:
 
 def _spread(per_row: Tensor, response_mask: Tensor) -> Result:
     """A value of each row at the tokens of the mask, twice: verl calls advantages returns too."""
-    spread = fa.token_returns(response_mask.bool(), rewards=per_row).returns
+    spread = fa.token_returns(response_mask, rewards=per_row).returns
     return spread, spread
 
 

@@ -74,12 +74,13 @@ def advantages(name: str, rows: Rows, options: EstimatorOptions) -> Result:
     for need in found.needs:
         if getattr(rows, need) is None:
             raise ValueError(f"algorithm.adv_estimator={name} needs {NEEDS[need]}")
-    if not bool(rows.counts.any()):
+    if not bool(rows.has_tokens.any()):
         raise ValueError(
             f"algorithm.adv_estimator={name}: response_mask is 0 everywhere, so there is nothing to learn from; "
             "algorithm.rollout_correction.rollout_rs is one thing that takes tokens out of it"
         )
-    return found.function(rows, options)
+    result, returns = found.function(rows, options)
+    return result.to(torch.float32), returns.to(torch.float32)
 
 
 # ---- one advantage a rollout: a session counts once ------------------------------------------------------------------
@@ -89,7 +90,7 @@ def _of_sessions(name: str, rows: Rows, **options: Any) -> Result:
     sessions, found = rows.voting, fa.ESTIMATORS[name]
     given: dict[str, Any] = {}
     if any("lengths" in need for need in found.needs):
-        given["lengths"] = sessions.lengths
+        given["lengths"] = rows.session_lengths
     if "turn_ids" in found.needs:
         given["turn_ids"], given["cu_seqlens"] = rows.packed.pack(rows.turns), rows.packed.cu_seqlens
     per_session = fa.estimate(name, sessions.rewards, sessions.groups, **given, **options).advantages
@@ -152,7 +153,7 @@ def _turn(rows: Rows, options: EstimatorOptions) -> Result:
     sessions, packed = rows.voting, rows.packed
     include = survivors(rows, options) if options.population == "survivors" else None
     per_token = fa.turn_advantages(
-        sessions.rewards, sessions.groups, packed.pack(rows.turns), packed.cu_seqlens, mask=packed.pack(rows.mask),
+        sessions.rewards, sessions.groups, packed.pack(rows.turns), packed.cu_seqlens, mask=packed.pack(rows.on),
         kappa=options.kappa, shrink_to=options.shrink_to, population=options.population, include=include,
         singleton=options.singleton, scale=options.scale, ddof=options.ddof, eps=options.eps,
     )  # fmt: skip
@@ -165,7 +166,7 @@ def _turn(rows: Rows, options: EstimatorOptions) -> Result:
 
 def _of_tokens(name: str, rows: Rows, **options: Any) -> Result:
     found = fa.ESTIMATORS[name]
-    given: dict[str, Any] = {"mask": rows.mask}
+    given: dict[str, Any] = {"mask": rows.on}
     both = [need for needs in (*found.needs, *found.reads) for need in needs.split("|")]
     for one, value in {
         "values": rows.values,
@@ -270,7 +271,7 @@ class ArmRows(NamedTuple):
     result: fa.ArmResult
 
 
-def arm_rows(rows: Rows, options: EstimatorOptions, known: fa.Known | None = None) -> ArmRows:
+def arm_rows(rows: Rows, options: EstimatorOptions) -> ArmRows:
     """Applies `algorithm.fastadv.arm`.
 
     verl has no place for weights, so they are multiplied into the advantages: exact for the policy term of every loss
@@ -279,7 +280,6 @@ def arm_rows(rows: Rows, options: EstimatorOptions, known: fa.Known | None = Non
     Args:
         rows: the batch.
         options: with an arm.
-        known: what a trainer knows besides; None: `rows.step` alone.
 
     Raises:
         ValueError: no arm, or one that reads what nobody gave.
@@ -287,18 +287,17 @@ def arm_rows(rows: Rows, options: EstimatorOptions, known: fa.Known | None = Non
     arm = options.arm
     if arm is None:
         raise ValueError(f"algorithm.adv_estimator=fastadv_arm needs {ROOT}.arm: a name of fastadv.ARMS, or its fields")
-    known = fa.Known(step=rows.step) if known is None else known
     if rows.endings is None and _reads_endings(arm):
         raise ValueError(f"{ROOT}.arm={arm.name} needs {NEEDS['endings']}")
     if arm.divisor == "hajek":
         raise ValueError(f"{ROOT}.arm={arm.name}: divisor is 'hajek', and verl's losses divide by counts")
-    batch = sessions_batch(rows, options)
+    batch, packed, sessions = sessions_batch(rows, options), rows.trimmed, rows.voting
+    known = fa.Known(step=rows.step, group_ids=None if rows.group_ids is None else rows.group_ids[sessions.rows])
     try:
         result = arm.apply(batch, None, known=known)
     except ValueError as error:
         raise ValueError(f"{ROOT}.arm: {error} ({TRAINER} knows endings, versions and ids)") from error
-    packed, sessions = rows.packed, rows.voting
-    weighted = fa.segment_tokens(result.advantages, mask=packed.pack(rows.mask)) * batch.rows.spread(result.weights)
+    weighted = fa.segment_tokens(result.advantages, mask=packed.pack(rows.on)) * batch.rows.spread(result.weights)
     if result.token_weights is not None:
         weighted = weighted * result.token_weights
     nobody = torch.zeros_like(result.excluded)
@@ -314,10 +313,10 @@ def arm_rows(rows: Rows, options: EstimatorOptions, known: fa.Known | None = Non
 
 def sessions_batch(rows: Rows, options: EstimatorOptions) -> fa.Batch:
     """The sessions that vote, for arms, censuses and records."""
-    packed, sessions = rows.packed, rows.voting
+    packed, sessions = rows.trimmed, rows.voting
     found = outcomes(rows, options)
     return fa.Batch.of(
-        mask=packed.pack(rows.mask if rows.sampled is None else rows.sampled),
+        mask=packed.pack(rows.on if rows.sampled is None else rows.sampled),
         rewards=sessions.rewards,
         group_ids=sessions.groups,
         outcomes=found.outcomes,
@@ -414,7 +413,7 @@ def registered(name: str) -> Callable[..., Result]:
             check_rejection(name, config)
         tosses = options.arm is not None and options.arm.tosses
         if tosses and index is not None and given.get("row_ids") is None:
-            given["row_ids"] = stable_ids(index).to(token_level_rewards.device)
+            given |= {name: ids.to(token_level_rewards.device) for name, ids in stable_ids(index).items()}
         with torch.no_grad():
             return advantages(name, Rows.of_verl(token_level_rewards, response_mask, index, **given), options)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,68 +31,82 @@ class Sessions:
         groups: which sessions are of one prompt.
         rows: `[S]` int64, the last row of each.
         of_row: `[B]` int64, the session of each row, S for rows of none.
-        lengths: `[S]` int64, tokens of the mask.
     """
 
     rewards: Tensor  # [S]
     groups: fa.GroupIndex
     rows: Tensor  # [S]
     of_row: Tensor  # [B]
-    lengths: Tensor  # [S]
 
     def to_rows(self, values: Tensor) -> Tensor:
         """A value of each session at its rows, `[B]`; 0 at rows of none."""
         return torch.cat([values, values.new_zeros(1)]).index_select(0, self.of_row)
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Packed:
     """The tokens of the sessions that vote, one session after another, as `fastadv.Batch` and turns are packed.
 
     Attributes:
         order: `[n]` int64, rows of these sessions, by session.
-        cu_seqlens: `[S + 1]` int64.
+        cu_seqlens: `[S + 1]` int64, ends of the sessions.
         shape: of the padded rows.
+        lengths: `[n]` int64, what is packed of each row; None: all of it, padding too, which saves copies.
     """
 
     order: Tensor  # [n]
     cu_seqlens: Tensor  # [S + 1]
     shape: torch.Size
+    lengths: Tensor | None = None  # [n]
 
-    @property
+    @cached_property
     def _everything(self) -> bool:
-        rows = torch.arange(self.shape[0], device=self.order.device)
-        return torch.equal(self.order, rows)
+        return torch.equal(self.order, torch.arange(self.shape[0], device=self.order.device))
 
     def pack(self, padded: Tensor) -> Tensor:
-        """`[B, R]` to `[n R]`."""
-        return (padded if self._everything else padded[self.order]).reshape(-1)
+        """`[B, R]` to `[N]`."""
+        rows = padded if self._everything else padded[self.order]
+        return rows.reshape(-1) if self.lengths is None else fa.unpad(rows, self.lengths)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """`[n R]` to `[B, R]`, 0 in rows of no session."""
+        """`[N]` to `[B, R]`, 0 at all other tokens."""
+        if self.lengths is None:
+            rows = packed.view(-1, self.shape[1])
+        else:
+            rows = fa.pad(packed, _offsets(self.lengths), width=self.shape[1])
         if self._everything:
-            return packed.view(self.shape)
-        padded = packed.new_zeros(self.shape)
-        padded[self.order] = packed.view(-1, self.shape[1])
+            return rows
+        padded = rows.new_zeros(self.shape)
+        padded[self.order] = rows
         return padded
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """What of verl's padded rows an estimator reads.
 
+    Masks are bool, or integers as verl has them, not 0 at what counts.
+
     Attributes:
         rewards: `[B]` float32, token rewards summed over all columns: the reward may stand where the mask is 0.
         token_rewards: `[B, R]`.
-        mask: `[B, R]` bool, as the loss will see it.
+        mask: `[B, R]`, as the loss will see it.
         groups: which rows are of one prompt.
-        sampled: `[B, R]` bool, tokens that the model sampled, before any rejection; None: equal to the mask.
-        turn_ids: `[B, R]` int32, -1 outside of turns, continuing over the rows of a session; None: the runs of
-            `sampled` in each row, which is right where a session is one row and its mask was not edited.
+        sampled: `[B, R]`, tokens that the model sampled, before any rejection; None: equal to the mask.
+        turn_ids: `[B, R]` int32, -1 outside of turns, continuing over the outputs of a session; None: the runs of
+            `sampled`.
         sessions: `[B]` int64, the session of each row; None: each row is one.
-        last_of_session: `[B]` bool, the rows whose reward is their session's; None: each row.
+        outputs: `[B]` int64, place of the row among the outputs of its session, the last of which has its reward; with
+            sessions.
+        lengths: `[B]` int64, response tokens of each row, tools' too; None: up to the last that was sampled.
         padding: `[B]` bool, rows that verl made up; None: the rows without a token in the mask.
         endings: `[B]` int64, see `fastadv.Ending`, of a session in its last row; None: not known.
         row_ids: `[B]` int64, what coins are tossed by, of a session in its last row; None: not known.
+        group_ids: `[B]` int64, what coins of groups are tossed by; None: not known.
         versions: `[B, R]` int32, version of the weights that sampled each token; None: not known.
         values: `[B, R]`, the critic's; None: there is none.
         old_log_probs, sum_pi_squared, rollout_is_weights: `[B, R]`; None: not known.
@@ -108,10 +122,12 @@ class Rows:
     sampled: Tensor | None = None  # [B, R]
     turn_ids: Tensor | None = None  # [B, R]
     sessions: Tensor | None = None  # [B]
-    last_of_session: Tensor | None = None  # [B]
+    outputs: Tensor | None = None  # [B]
+    lengths: Tensor | None = None  # [B]
     padding: Tensor | None = None  # [B]
     endings: Tensor | None = None  # [B]
     row_ids: Tensor | None = None  # [B]
+    group_ids: Tensor | None = None  # [B]
     versions: Tensor | None = None  # [B, R]
     values: Tensor | None = None  # [B, R]
     old_log_probs: Tensor | None = None  # [B, R]
@@ -129,23 +145,14 @@ class Rows:
             value = getattr(self, name)
             if value is not None:
                 validation.tensor(OP, VERL_NAMES.get(name, name), value, shape=tuple(shape), device=device)
-        for name in (
-            "rewards",
-            "sessions",
-            "last_of_session",
-            "padding",
-            "endings",
-            "row_ids",
-            "greedy_rewards",
-            "scores",
-        ):
+        for name in ROWS:
             value = getattr(self, name)
             if value is not None:
                 validation.tensor(OP, VERL_NAMES.get(name, name), value, shape=(shape[0],), device=device)
         if self.groups.num_rows != shape[0]:
             raise ValueError(f"{OP}: uid has {self.groups.num_rows} labels, token_level_rewards has {shape[0]} rows")
-        if (self.sessions is None) != (self.last_of_session is None):
-            raise ValueError(f"{OP}: sessions and last_of_session come together")
+        if (self.sessions is None) != (self.outputs is None):
+            raise ValueError(f"{OP}: sessions and outputs come together")
 
     @classmethod
     def of_verl(cls, token_level_rewards: Tensor, response_mask: Tensor, index: Any, **more: Any) -> Rows:
@@ -171,61 +178,96 @@ class Rows:
         return cls(
             rewards=token_level_rewards.sum(-1),
             token_rewards=token_level_rewards,
-            mask=response_mask.bool(),  # kernels read a byte a token of it, several times
+            mask=response_mask,
             groups=fa.group_index(index, op=f"{OP}, uid").to(token_level_rewards.device),
             **more,
         )
 
     @cached_property
-    def counts(self) -> Tensor:
-        """Tokens of the mask of each row, `[B]` int64; padding has none."""
-        counts = fa.token_counts(self.mask)
-        return counts if self.padding is None else torch.where(self.padding, 0, counts)
+    def on(self) -> Tensor:
+        """The mask as bool, for what reads it more than once: a copy costs less than eight bytes a token once more."""
+        return self.mask.bool()
+
+    @cached_property
+    def has_tokens(self) -> Tensor:
+        """Rows with a token in the mask, `[B]` bool; padding has none. Whole rows are read only where the first token
+        is not of the mask."""
+        found = self.mask[:, :1].bool().any(-1)
+        rest = (~found).nonzero().squeeze(1)
+        if rest.numel():
+            found[rest] = fa.token_counts(self.mask[rest]) > 0
+        return found if self.padding is None else found & ~self.padding
 
     @cached_property
     def voting(self) -> Sessions:
         """The sessions that vote."""
         last = of_row = torch.arange(self.mask.shape[0], device=self.mask.device)
-        lengths = self.counts
-        if self.sessions is not None and self.last_of_session is not None:
+        keeps = self.has_tokens
+        if self.sessions is not None:
             index = fa.group_index(self.sessions)
-            last, of_row = self._last_rows(index, self.last_of_session), index.index
-            lengths = torch.zeros_like(last).index_add(0, of_row, lengths)
-        keeps = lengths > 0
+            last, of_row = self._last_rows(index), index.index
+            keeps = torch.zeros_like(last).index_add(0, of_row, keeps.long()) > 0
         if bool(keeps.all()):
             groups = self.groups if self.sessions is None else fa.group_index(self.groups.index[last])
-            return Sessions(self.rewards[last], groups, last, of_row, lengths)
+            return Sessions(self.rewards[last], groups, last, of_row)
         place = torch.where(keeps, keeps.cumsum(0) - 1, keeps.sum())
         kept = last[keeps]
-        groups = fa.group_index(self.groups.index[kept])
-        return Sessions(self.rewards[kept], groups, kept, place[of_row], lengths[keeps])
+        return Sessions(self.rewards[kept], fa.group_index(self.groups.index[kept]), kept, place[of_row])
 
-    def _last_rows(self, index: fa.GroupIndex, last: Tensor) -> Tensor:
+    @cached_property
+    def session_lengths(self) -> Tensor:
+        """Tokens of the mask of each session that votes, `[S]` int64."""
+        of_row, count = self.voting.of_row, self.voting.rows.shape[0]
+        return of_row.new_zeros(count + 1).index_add(0, of_row, fa.token_counts(self.on))[:count]
+
+    @cached_property
+    def _in_sessions(self) -> Tensor:
+        """All rows, `[B]` int64, by session and then by output."""
+        if self.sessions is None or self.outputs is None:
+            return torch.arange(self.mask.shape[0], device=self.mask.device)
+        by_output = self.outputs.argsort(stable=True)
+        return by_output[fa.group_index(self.sessions).index[by_output].argsort(stable=True)]
+
+    def _last_rows(self, index: fa.GroupIndex) -> Tensor:
         """The last row of each session, `[S]`."""
-        rows = last.nonzero().squeeze(1)
-        sessions = index.index[rows]
-        if not torch.equal(sessions.sort().values, torch.arange(index.num_groups, device=rows.device)):
-            raise ValueError(
-                f"{OP}: last_of_session names {rows.numel()} rows for {index.num_groups} sessions; one each"
-            )
-        found = torch.empty_like(rows).scatter_(0, sessions, rows)
-        if not torch.equal(self.groups.index[found][index.index], self.groups.index):
+        order = self._in_sessions
+        last = order[index.offsets[1:] - 1]
+        if not torch.equal(self.groups.index[last][index.index], self.groups.index):
             raise ValueError(f"{OP}: a session has rows of two uids; its outputs answer one prompt")
-        return found
+        return last
 
     @cached_property
     def packed(self) -> Packed:
-        """The sessions that vote, one after another."""
-        of_row, count = self.voting.of_row, self.voting.rows.shape[0]
-        order = of_row.argsort(stable=True)[: int((of_row < count).sum())]
-        rows = torch.bincount(of_row, minlength=count)[:count]
-        ends = (rows * self.mask.shape[1]).cumsum(0)
-        return Packed(order, torch.cat([ends.new_zeros(1), ends]), self.mask.shape)
+        """The sessions that vote, one after another, padding too."""
+        order = self._by_session
+        return Packed(order, self._ends(torch.full_like(order, self.mask.shape[1])), self.mask.shape)
+
+    @cached_property
+    def trimmed(self) -> Packed:
+        """The same without padding, where positions and lengths are looked at."""
+        lengths = self.lengths
+        if lengths is None:  # to the last token that was sampled
+            on = self.on if self.sampled is None else self.sampled.bool()
+            lengths = torch.where(on, torch.arange(1, on.shape[1] + 1, device=on.device), 0).amax(1)
+        lengths = lengths[self._by_session]
+        return Packed(self._by_session, self._ends(lengths), self.mask.shape, lengths)
+
+    @cached_property
+    def _by_session(self) -> Tensor:
+        """Rows of the sessions that vote, `[n]`, by session and then by output."""
+        order = self._in_sessions
+        order = order[self.voting.of_row[order] < self.voting.rows.shape[0]]
+        return order[self.voting.of_row[order].argsort(stable=True)]
+
+    def _ends(self, lengths: Tensor) -> Tensor:
+        """Ends of sessions, `[S + 1]`, from the lengths of `_by_session`."""
+        sums = lengths.new_zeros(self.voting.rows.shape[0])
+        return _offsets(sums.index_add(0, self.voting.of_row[self._by_session], lengths))
 
     @cached_property
     def voting_groups(self) -> fa.GroupIndex:
         """Groups of rows, those without a token each in one of its own."""
-        empty = self.counts == 0
+        empty = ~self.has_tokens
         if not bool(empty.any()):
             return self.groups
         own = self.groups.num_groups + torch.arange(empty.shape[0], device=empty.device)
@@ -235,11 +277,11 @@ class Rows:
     def rewards_on_mask(self) -> Tensor:
         """Token rewards, `[B, R]`: what stands outside of the mask (verl writes an outcome on a row's last token, be it
         a tool's) moved to the token of the mask before it. What has none before it follows from no token."""
-        outside = self.token_rewards.bool() > self.mask
+        outside = self.token_rewards.bool() > self.on
         rows = outside.any(-1).nonzero().squeeze(1)
         if not rows.numel():
             return self.token_rewards
-        mine, on = self.token_rewards[rows], self.mask[rows]  # [n, R]
+        mine, on = self.token_rewards[rows], self.on[rows]  # [n, R]
         before = torch.where(on, torch.arange(on.shape[1], device=on.device), -1).cummax(-1).values
         moved = torch.where(~on & (before >= 0), mine, 0.0)
         result = self.token_rewards.clone()
@@ -255,7 +297,15 @@ class Rows:
         """Turn of each token, `[B, R]` int32."""
         if self.turn_ids is not None:
             return self.turn_ids
-        return fa.turn_ids_from_mask(self.mask if self.sampled is None else self.sampled)
+        ids = fa.turn_ids_from_mask(self.mask if self.sampled is None else self.sampled)
+        if self.sessions is None or not ids.numel():
+            return ids
+        order, session = self._in_sessions, fa.group_index(self.sessions)
+        turns = ids.amax(1).long()[order] + 1
+        before = turns.cumsum(0) - turns  # in all rows up to here
+        first = before[session.offsets[:-1]]  # of each session
+        start = torch.empty_like(before).index_copy_(0, order, before) - first[session.index]
+        return torch.where(ids < 0, ids, ids + start[:, None].to(torch.int32))
 
 
 @dataclass(eq=False)
@@ -292,17 +342,21 @@ def telling(*, turns: Any = None, **fields: Any) -> Iterator[Told]:
         _TOLD.reset(token)
 
 
+ROWS = (
+    "rewards", "sessions", "outputs", "lengths", "padding", "endings", "row_ids", "group_ids", "greedy_rewards", "scores",
+)  # fmt: skip
 TOKENS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
 # Fields that verl calls otherwise, for errors.
 VERL_NAMES = {"mask": "response_mask", "greedy_rewards": "reward_baselines", "rewards": "token_level_rewards.sum(-1)"}
 
 
-def stable_ids(labels: Sequence[Any] | np.ndarray) -> Tensor:
-    """A number for each row, `[B]` int64, that follows from its label and from how many rows of that label come before
-    it: what coins are tossed by where nobody gives ids."""
+def stable_ids(labels: Sequence[Any] | np.ndarray) -> dict[str, Tensor]:
+    """`row_ids` and `group_ids` of rows with these uids, where nobody gives any: a row's follows from its uid and from
+    how many rows of that uid come before it."""
     seen: dict[str, int] = {}
     ids = []
     for label in map(str, labels):
         seen[label] = seen.get(label, -1) + 1
-        ids.append(number(f"{label}/{seen[label]}"))
-    return torch.tensor(ids, dtype=torch.int64)
+        ids.append((number(f"{label}/{seen[label]}"), number(label)))
+    row_ids, group_ids = torch.tensor(ids, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    return {"row_ids": row_ids, "group_ids": group_ids}
