@@ -98,7 +98,8 @@ def test_a_session_is_one_rollout() -> None:
     sessions = SessionBatch.of(rows.scores, rows, OPTIONS)
     batch = sessions.batch
     assert batch.num_rollouts == 7  # a/0 a/1 a/2 b/0 b/1 b/2 c_1/0
-    assert sessions.uids == ("a", "b", "a", "b", "a", "c_1", "b")  # in order of appearance
+    assert batch.groups.index.tolist() == [0, 1, 0, 1, 0, 2, 1]  # a b a b a c_1 b, in order of appearance
+    assert torch.equal(sessions.prompts, rows.keys.prompts[[0, 1, 2, 3, 6, 7, 8]])
     assert batch.rewards.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.25]
     assert batch.segments.turns().tolist() == [2, 3, 4, 1, 1, 1, 2]
     assert batch.lengths.tolist() == [4, 5, 8, 1, 3, 2, 5]

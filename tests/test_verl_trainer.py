@@ -25,6 +25,7 @@ OmegaConf = verl_module("omegaconf").OmegaConf
 trainer = verl_module("fastadv.integrations.verl.trainer")
 NAMED = verl_module("fastadv.integrations.verl.registration").ESTIMATORS
 POLICY_LOSSES = verl_module("fastadv.integrations.verl.policy_losses").POLICY_LOSSES
+arms = verl_module("fastadv.integrations.verl.arms")
 smoke = verl_module("examples.verl.smoke")
 PARTITIONS = iter(range(10**6))
 MODES = ("fastadv_sync", "fastadv_colocate_async", "fastadv_separate_async")
@@ -172,6 +173,25 @@ def test_an_arm_in_the_yaml(queue: None) -> None:
         Run(agents(), "fastadv_arm", own={"arm": {"name": "mine", "baselin": "mean"}})
     with pytest.raises(ValueError, match=r"algorithm\.fastadv\.arm: 'masc' is no arm"):
         Run(agents(), "fastadv_arm", own={"arm": "masc"})
+
+
+def test_the_record_is_of_what_the_estimator_did(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every named arm: the estimator that verl calls, and the trainer that measures the arm, make the same of it."""
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "fastadv")
+    refused: dict[str, str] = {}
+    for name in fa.ARMS:
+        rows = agents()
+        for i, tag in enumerate(rows.tags):
+            tag |= {"min_global_steps": i % 3, "max_global_steps": 2}
+        try:
+            run = Run(rows, "fastadv_arm", own={"arm": name})
+        except ValueError as error:
+            refused[name] = str(error)
+            continue
+        ((made, _),) = run.trainer.__dict__["_fastadv_runs"]
+        torch.testing.assert_close(run.field("advantages"), arms.arm_advantages(made), rtol=1e-6, atol=1e-6, msg=name)
+    assert list(refused) == ["microcoder"], "which looks for repetitions in token ids"
+    assert "algorithm.fastadv.arm: Arm 'microcoder'" in refused["microcoder"]
 
 
 def test_stale_tokens_are_told_by_versions(queue: None) -> None:

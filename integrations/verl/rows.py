@@ -343,7 +343,8 @@ def telling(*, turns: Any = None, **fields: Any) -> Iterator[Told]:
 
 
 ROWS = (
-    "rewards", "sessions", "outputs", "lengths", "padding", "endings", "row_ids", "group_ids", "greedy_rewards", "scores",
+    "rewards", "sessions", "outputs", "lengths", "padding", "endings", "row_ids", "group_ids", "greedy_rewards",
+    "scores",
 )  # fmt: skip
 TOKENS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
 # Fields that verl calls otherwise, for errors.

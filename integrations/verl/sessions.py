@@ -56,7 +56,7 @@ class SessionBatch:
         turn_ids: `[B, R]` int32, turns of the rows, counted on through a session.
         order: `[M]` int64, the rows that the batch holds, in its order.
         lengths: `[M]` int64, their response tokens.
-        uids: `[S]`, prompt of each rollout.
+        prompts: `[S]` int64, what coins of groups are tossed by.
     """
 
     batch: Batch
@@ -64,7 +64,7 @@ class SessionBatch:
     turn_ids: Tensor  # [B, R]
     order: Tensor  # [M]
     lengths: Tensor  # [M]
-    uids: tuple[str, ...]
+    prompts: Tensor  # [S]
 
     @classmethod
     def of(cls, rewards: Tensor, rows: TrainerRows, options: TrainerOptions) -> SessionBatch:
@@ -107,7 +107,7 @@ class SessionBatch:
             endings=rows.endings if rows.endings is None else endings,
             versions=None if versions is None else unpad(versions[order], lengths),
         )
-        return cls(batch, of_row, turn_ids, order, lengths, tuple(uids))
+        return cls(batch, of_row, turn_ids, order, lengths, keys.prompts[last])
 
     def at_tokens(self, values: Tensor) -> Tensor:
         """Values of the batch's tokens `[N]` at verl's: `[B, R]` float32, 0 where the model did not sample."""

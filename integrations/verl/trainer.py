@@ -25,7 +25,7 @@ from fastadv.integrations.verl.metrics import (
     removed_rows,
 )
 from fastadv.integrations.verl.rows import telling
-from fastadv.integrations.verl.sessions import SessionBatch, continued_turn_ids, row_versions, session_order
+from fastadv.integrations.verl.sessions import SessionBatch, row_versions, session_order
 from fastadv.integrations.verl.trainer_keys import TrainerOptions
 from fastadv.integrations.verl.trainer_rows import PADDING_UID, REFERENCE, SessionKeys, TrainerRows
 from tensordict import TensorDict
@@ -201,12 +201,13 @@ def row_fields(rows: TrainerRows) -> dict[str, Any]:
     keys = rows.keys
     return {
         "sampled": rows.sampled,
-        "turn_ids": continued_turn_ids(rows.sampled, keys.sessions, keys.outputs),
         "sessions": keys.sessions,
-        "last_of_session": keys.last,
+        "outputs": keys.outputs,
+        "lengths": rows.lengths,
         "padding": rows.padding,
         "endings": rows.endings,
         "row_ids": keys.ids[keys.sessions],
+        "group_ids": keys.prompts,
         "versions": row_versions(rows),
         "step": rows.trained,
         "scores": rows.scores,

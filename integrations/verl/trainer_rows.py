@@ -8,7 +8,7 @@ fastadv.integrations.verl.trainer fetches them, and the estimator that runs insi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class SessionKeys:
         outputs: `[B]` int64, place of the row among the outputs of its session.
         last: `[B]` bool, the last output of its session.
         ids: `[S]` int64 per session, a hash of its key: what coins are tossed by.
+        prompts: `[B]` int64, a hash of each row's uid: what coins of groups are tossed by.
         uids: `[B]`, prompt of each row.
     """
 
@@ -35,6 +36,7 @@ class SessionKeys:
     outputs: Tensor  # [B]
     last: Tensor  # [B]
     ids: Tensor  # [S]
+    prompts: Tensor  # [B]
     uids: tuple[str, ...]
 
     @classmethod
@@ -57,10 +59,10 @@ class SessionKeys:
             raise ValueError("two rows of the batch have the same key")
         session, output = torch.tensor(sessions, dtype=torch.int64), torch.tensor(outputs, dtype=torch.int64)
         top = torch.full((len(number),), -1, dtype=torch.int64).scatter_reduce_(0, session, output, "amax")
-        return cls(session, output, output == top[session], _hashes(number), tuple(uids))
+        return cls(session, output, output == top[session], _hashes(number), _hashes(uids), tuple(uids))
 
 
-def _hashes(names: dict[str, int]) -> Tensor:
+def _hashes(names: Iterable[str]) -> Tensor:
     """63 bits of each name, the same in every process."""
     digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
     return torch.tensor([int.from_bytes(d, "little") >> 1 for d in digests], dtype=torch.int64)
