@@ -94,6 +94,14 @@ def test_values(name: str, size: tuple[int, int, int], option: int, empty: float
         torch.testing.assert_close(mine_[there], other[there], **NEAR)
 
 
+@pytest.mark.parametrize(("name", "options"), [(n, o) for n in CASES if n != "grpo_passk" for o in CASES[n][1]])
+def test_groups_of_one(name: str, options: dict[str, Any]) -> None:
+    b = VerlRows(1, 6, 12)
+    b.uid = np.array([f"uid-{row}" for row in range(6)], dtype=object)
+    found, expected = (f(name)(**b.call(*CASES[name][0]), **options)[0] for f in (mine, theirs))
+    torch.testing.assert_close(found, expected * b.mask, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gae", "optimal_token_baseline"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_masks_of_any_type(name: str, dtype: torch.dtype) -> None:

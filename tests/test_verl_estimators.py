@@ -386,6 +386,19 @@ def test_an_arm_is_applied_to_the_batch(arm: str, size: tuple[int, int, int]) ->
     torch.testing.assert_close(found, (fa.segment_tokens(result.advantages) * weights * b.mask).float())
 
 
+def test_coins_of_groups_are_tossed_by_what_the_trainer_says() -> None:
+    b = VerlRows(4, 90, 6)
+    b.mask[:, 0] = 1
+    versions, ids = torch.zeros(b.mask.shape, dtype=torch.int32), torch.arange(90) * 7
+    groups = by_uid(b).index * 11
+    with telling(versions=versions, step=9, row_ids=ids, group_ids=groups) as trainer:
+        computed("fastadv_arm", b, algorithm({"arm": "rescue:a=0.5"}))
+    weights = fa.rescue_weights(0, groups, torch.ones(90, dtype=torch.bool), 0.5)
+    assert 0 < int((weights == 0).sum()) < 90
+    assert torch.equal(trainer.made.result.weights.float(), weights.float())
+    assert torch.equal(trainer.made.excluded, weights == 0)
+
+
 def test_an_arm_of_ones_own_and_what_it_leaves_for_the_trainer() -> None:
     b = three()
     arm = {"name": "mine", "excludes": ["budget"], "baseline": "mean", "population": "survivors"}
