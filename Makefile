@@ -64,10 +64,14 @@ gpu: .venv/installed
 compiled: .venv/installed
 	$(BIN)/python -m bench.compiled_code
 
+# integrations/ is fastadv.integrations once it is installed: a folder of links shows mypy that.
+TYPED := build/typed/fastadv
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	rm -rf $(TYPED) && mkdir -p $(TYPED) && ln -s $(CURDIR)/fastadv/* $(CURDIR)/integrations $(TYPED)
+	MYPYPATH=$(dir $(TYPED)) $(BIN)/mypy --package fastadv.integrations
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

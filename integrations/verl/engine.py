@@ -124,7 +124,7 @@ class MatchedUpdateEngine:
         if isinstance(self.module, FullyShardedDataParallel):
             norm = self.module.clip_grad_norm_(most)
         elif isinstance(self.module, FSDPModule):
-            norm = fsdp2_clip_grad_norm_(self.module.parameters(), max_norm=most)
+            norm = fsdp2_clip_grad_norm_(self.module.parameters(), max_norm=most)  # type: ignore[attr-defined]
         else:
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm=most)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

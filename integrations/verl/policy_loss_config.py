@@ -24,7 +24,7 @@ _ELSEWHERE = {
 
 
 @dataclass
-class PolicyLossConfig(VerlPolicyLossConfig):  # type: ignore[misc]
+class PolicyLossConfig(VerlPolicyLossConfig):
     """verl's `policy_loss` and options of `fastadv.LossConfig`, for losses named `fastadv` or `fastadv_...`.
 
     In the yaml, or on the command line:

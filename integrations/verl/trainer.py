@@ -229,7 +229,7 @@ def turn_fields(rows: TrainerRows) -> AgentTurns:
 def _last_sampled(responses: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
     """The last token of each row where the model sampled it, else -1; `[B]` int64."""
     ids = responses.values()
-    ends = responses.offsets()[1:]
+    ends = responses.offsets()[1:]  # type: ignore[attr-defined]
     there = lengths > 0
     last = torch.where(there, ids[(ends - 1).clamp(min=0)], -1)
     by_model = sampled.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0] if sampled.shape[1] else there
