@@ -132,6 +132,20 @@ def test_grpo_is_verls_own(queue: None, std: bool) -> None:
     assert "fastadv/b" in Run(agents()).metrics
 
 
+def test_the_critics_values_come_along(queue: None) -> None:
+    """verl passes them to its own name only; with a trainer of ours to the other too, over rows as verl has them."""
+    rows = agents()
+    for row in rows.fields:
+        row["values"] = torch.rand(len(row["responses"]))
+    given = {"gamma": 0.97, "lam": 0.9}
+    theirs, ours = (Run(rows, name, **given) for name in ("gae", "fastadv_gae"))
+    on = rows.padded("loss_mask") != 0
+    for name in ("advantages", "returns"):
+        torch.testing.assert_close(ours.field(name), torch.where(on, theirs.field(name), 0.0), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="fastadv_gae needs the critic's values"):
+        Run(agents(), "fastadv_gae")
+
+
 def test_rejected_tokens_end_no_turn(queue: None) -> None:
     """Rollout correction takes tokens out of the response mask, in the middle of turns: turns stay what was sampled."""
     rows = agents()
