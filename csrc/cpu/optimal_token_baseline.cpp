@@ -7,24 +7,21 @@
 #include <new>
 #include <vector>
 
+#include "cpu/eight.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace fastadv {
 namespace {
 
-// Sums of all numbers up to each, and of what came `before`. A sum waits four cycles for the one before it, so four parts of
-// the tile are summed at a time.
-void running_sums(double* x, int64_t n, double& before) {
-  const int64_t part = n / 4;
-  double sums[4] = {};
-  for (int64_t i = 0; i < part; ++i)
-    for (int k = 0; k < 4; ++k) x[k * part + i] = sums[k] += x[k * part + i];
-  for (int64_t i = 4 * part; i < n; ++i) x[i] = sums[3] += x[i];
-  for (int k = 0; k < 4; ++k) {
-    const int64_t end = k == 3 ? n : (k + 1) * part;
-    for (int64_t i = k * part; i < end; ++i) x[i] += before;
-    before += sums[k];
+// Turns numbers into the sums of all up to each, and of what came `before`; calls body(i, sums) for eight of them at a time,
+// and for what is left over of `n` with zeros behind it.
+template <class Body>
+void running_sums(double* x, int64_t n, double& before, const Body& body) {
+  for (int64_t i = 0; i < n; i += 8) {
+    const Eight sums = sums_up_to(load_eight<Eight>(x + i)) + before;
+    before = sums[7];
+    body(i, sums);
   }
 }
 
@@ -97,20 +94,32 @@ struct Group {
 
   // Adds tokens of a row to the positions from `at` on; returns how many count.
   int64_t add_span(const Span& span, int64_t at, double& before) const {
-    alignas(64) double energies[kTile], terms[kTile];
+    alignas(64) double energies[kTile + 8], terms[kTile];
     const uint8_t* const on = span.on;
-    const int64_t n = span.n;
+    const int64_t n = span.n, full = n / 8 * 8;
     for (int64_t i = 0; i < n; ++i) energies[i] = score_energy(exp_ten_digits(span.log_probs[i]), span.sum_p2[i]);
     if (span.rho)
       for (int64_t i = 0; i < n; ++i) energies[i] *= double(span.rho[i]) * double(span.rho[i]);
     if (!span.whole)
       for (int64_t i = 0; i < n; ++i) energies[i] = on[i] ? energies[i] : 0.0;
-    running_sums(energies, n, before);
+    std::fill_n(energies + n, 8, 0.0);
     if (span.whole) {
-      for (int64_t i = 0; i < n; ++i) returns[at + i] += double(span.returns[i]) * energies[i];
-      for (int64_t i = 0; i < n; ++i) weights[at + i] += energies[i];
+      double *const to_returns = returns + at, *const to_weights = weights + at;
+      running_sums(energies, n, before, [&](int64_t i, const Eight& sums) {
+        if (i < full) {
+          const Eight g = __builtin_convertvector(load_eight<EightFloats>(span.returns + i), Eight);
+          store_eight(to_returns + i, load_eight<Eight>(to_returns + i) + g * sums);
+          store_eight(to_weights + i, load_eight<Eight>(to_weights + i) + sums);
+        } else {
+          for (int64_t k = 0; k < n - full; ++k) {
+            to_returns[full + k] += double(span.returns[full + k]) * sums[k];
+            to_weights[full + k] += sums[k];
+          }
+        }
+      });
       return n;
     }
+    running_sums(energies, n, before, [&](int64_t i, const Eight& sums) { store_eight(energies + i, sums); });
     for (int64_t i = 0; i < n; ++i) {
       const double term = double(span.returns[i]) * energies[i], energy = energies[i];
       terms[i] = on[i] ? term : 0.0;
@@ -133,8 +142,10 @@ struct Group {
   void subtract(int64_t row, float* advantages) const {
     int64_t tokens = 0, position = 0;
     tiles(row, [&](int64_t token, int64_t n, const uint8_t* on, const float* g) {
-      std::fill_n(advantages + token, n, 0.0f);
+      int64_t done = 0;
       spans(on, n, [&](int64_t begin, int64_t end, bool whole) {
+        std::fill(advantages + token + done, advantages + token + begin, 0.0f);
+        done = end;
         alignas(64) double spread_out[kTile];
         float* const __restrict to = advantages + token + begin;
         const int64_t length = end - begin, at = in.compact ? tokens : position + begin;
@@ -154,6 +165,7 @@ struct Group {
         }
         if (in.compact) tokens = next;
       });
+      std::fill(advantages + token + done, advantages + token + n, 0.0f);
       position += n;
     });
   }

@@ -3,6 +3,7 @@
 // and writes 9 bytes a token without values, 17 with them.
 #include <vector>
 
+#include "cpu/eight.h"
 #include "cpu/kernels.h"
 #include "cpu/row_ranges.h"
 #include "cpu/spread.h"
@@ -11,23 +12,6 @@ namespace fastadv {
 namespace {
 
 constexpr int64_t kScanTile = 512;
-
-using Eight = double __attribute__((vector_size(8 * sizeof(double))));
-using EightIndices = int64_t __attribute__((vector_size(8 * sizeof(int64_t))));
-using EightFloats = float __attribute__((vector_size(8 * sizeof(float))));
-
-template <class Vector, class T>
-FASTADV_INLINE Vector load_eight(const T* p) {
-  Vector v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-
-// Lane k + By of `v`, 0 beyond the last.
-template <int By>
-FASTADV_INLINE Eight later(const Eight& v) {
-  return __builtin_shuffle(v, Eight{}, EightIndices{By, By + 1, By + 2, By + 3, By + 4, By + 5, By + 6, By + 7});
-}
 
 // Memory of a tile's tokens, and of those before it. A row is walked backwards, which a processor does not see through by
 // itself: what is kAhead tokens away is asked for, a bit at a time, since only a dozen lines can be under way.
