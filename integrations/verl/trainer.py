@@ -102,7 +102,7 @@ class FastadvTrainer:
             ]
         )
         sampled = data["loss_mask"].to_padded_tensor(0) != 0  # [B, R]
-        num_turns = torch.tensor([int(n) for n in data["num_turns"].tolist()])
+        num_turns = torch.tensor([int(n) for n in data["num_turns"]])  # a tensor, or a list of tensordict's
         endings = derived(
             Caps.of(self.config),
             lengths=lengths,
