@@ -73,49 +73,6 @@ def test_the_outline_counts_the_tokens_that_were_sampled(batch: fa.Batch) -> Non
         outline([])
 
 
-def test_endings_and_versions_come_along(batch: fa.Batch, gram: SegmentGram, tmp_path: Path) -> None:
-    """Arms that read them make of the file what they make of the rollouts; a file without is refused by the arm."""
-    rows = torch.arange(batch.num_rollouts)
-    turn_version = torch.where(batch.turn_ids >= 0, (batch.turn_ids + batch.rows.spread(rows % 3)).clamp(max=4), -1)
-    told = replace(
-        batch, endings=torch.where(batch.capped, fa.Ending.TURN_CAP, fa.Ending.SUBMITTED), versions=turn_version.int()
-    )
-    path = tmp_path / "gram.safetensors"
-    gram.with_rollouts(told).save(path)
-    silent = gram.with_rollouts(replace(batch, endings=None, versions=None)).rollouts
-    back = SegmentGram.load(path).rollouts
-    assert torch.equal(back.endings, told.endings)
-    read = []
-    for arm in (named() for named in fa.ARMS.values()):
-        if arm.level == "token" or arm.name == "microcoder":  # which looks for repetitions in token ids
-            continue
-        known = fa.Known(step=4)
-        try:
-            direct = arm.apply(told, arm.freeze(told, known=known), known=known)
-        except ValueError:
-            continue  # of what no file of ours holds: probabilities, token ids
-        found = arm.apply(back, arm.freeze(back, known=known), known=known)
-        torch.testing.assert_close(found.advantages.values, direct.advantages.values, rtol=1e-12, atol=1e-12)
-        assert torch.equal(found.weights, direct.weights), arm.name
-        try:
-            arm.apply(silent, arm.freeze(silent, known=known), known=known)
-        except ValueError as error:
-            assert "endings" in str(error) or "versions" in str(error), arm.name  # noqa: PT017
-            read.append(arm.name)
-    assert {"compact", "mini-o3", "drop-stale", "rescue"} <= set(read)
-    tensors = load_file(path)
-    for name, value, message in (
-        ("endings", tensors["endings"] + 70, "endings"),
-        ("endings", tensors["endings"][1:], "endings"),
-        ("endings", tensors["endings"].long(), "endings is torch.int64"),
-        ("versions", tensors["versions"].long(), "versions is torch.int64"),
-        ("versions", tensors["versions"] - 9, "versions"),
-    ):
-        save_file({**tensors, name: value}, path, metadata_of(path))
-        with pytest.raises(ValueError, match=message):
-            SegmentGram.load(path)
-
-
 def test_fingerprints_notice_a_change(batch: fa.Batch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     first = checkpoint_fingerprint(model)

@@ -24,7 +24,6 @@ TENSORS = {
     "rewards": torch.float64, "group_ids": torch.int64, "outcomes": torch.uint8, "capped": torch.bool,
     "row_ids": torch.int64,
 }  # fmt: skip
-OPTIONAL = {"endings": torch.uint8, "versions": torch.int32}  # of rollouts and turns that logged them
 LARGEST_NOTES = 2**20  # characters of metadata that are looked into
 LARGEST_TOKENS = 2.0**53  # whose sums are exact
 ROUNDING = 1e-6  # of products of gradients in float32
@@ -155,10 +154,6 @@ class SegmentGram:
             "tokens": self.tokens, "rewards": batch.rewards, "group_ids": batch.groups.index,
             "outcomes": batch.outcomes.to(torch.uint8), "capped": batch.capped, "row_ids": batch.row_ids,
         }  # fmt: skip
-        if batch.endings is not None:
-            tensors["endings"] = batch.endings.to(torch.uint8)
-        if batch.versions is not None:
-            tensors["versions"] = batch.versions
         metadata = {"format": FORMAT, "version": VERSION, "about": json.dumps(about)}
         handle, name = tempfile.mkstemp(dir=path.parent)
         os.close(handle)
@@ -190,8 +185,7 @@ class SegmentGram:
                 rollouts = Batch.of(
                     mask=torch.ones_like(turns, dtype=torch.bool), turn_ids=turns, cu_seqlens=tensors["offsets"],
                     rewards=tensors["rewards"], group_ids=groups, outcomes=tensors["outcomes"],
-                    capped=tensors["capped"], row_ids=tensors["row_ids"], endings=tensors.get("endings"),
-                    versions=tensors.get("versions"),
+                    capped=tensors["capped"], row_ids=tensors["row_ids"],
                 )  # fmt: skip
                 return cls(
                     tensors["gram"], tensors["rows"], tensors["turns"], rollouts=rollouts, tokens=tensors["tokens"],
@@ -212,8 +206,6 @@ def batches_of(op: str, batches: Batch | Sequence[Batch]) -> list[Batch]:
 
 def outline(batches: Sequence[Batch]) -> tuple[Batch, Tensor]:
     """The rollouts of all batches with one token a (rollout, turn), and how many sampled tokens each stands for.
-
-    A turn's version is that of its oldest sampled token. Endings and versions are there if all batches have them.
 
     Returns:
         The batch, on the CPU, which every arm treats as the batches it stands for, and `[S]` int64 counts.
@@ -239,21 +231,9 @@ def outline(batches: Sequence[Batch]) -> tuple[Batch, Tensor]:
     rollouts = Batch.of(
         mask=torch.ones_like(turns, dtype=torch.bool), turn_ids=turns, cu_seqlens=ends, rewards=joined("rewards"),
         group_ids=torch.cat(group_ids), outcomes=joined("outcomes"), capped=joined("capped"),
-        row_ids=joined("row_ids"), endings=joined("endings") if all(b.endings is not None for b in batches) else None,
-        versions=torch.cat([_oldest(b) for b in batches]) if all(b.versions is not None for b in batches) else None,
+        row_ids=joined("row_ids"),
     )  # fmt: skip
     return rollouts, counts
-
-
-def _oldest(batch: Batch) -> Tensor:
-    """Version of the oldest sampled token of each segment, `[S]` int32 on the CPU; 0 where none was sampled."""
-    assert batch.versions is not None
-    index = batch.segments
-    on = batch.mask & (batch.turn_ids >= 0)
-    segment = batch.rows.spread(index.offsets[:-1])[on] + batch.turn_ids[on]
-    none = torch.iinfo(torch.int32).max
-    oldest = batch.versions.new_full((index.count,), none).scatter_reduce_(0, segment, batch.versions[on], "amin")
-    return torch.where(oldest == none, 0, oldest).cpu()
 
 
 def segment_tokens_count(batch: Batch) -> Tensor:
@@ -375,20 +355,17 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                     f"{path} has version {metadata.get('version')!r} of the format; this is fastadv for {VERSION!r}"
                 )
             names = set(file.keys())
-            odd = (set(TENSORS) - names) | (names - set(TENSORS) - set(OPTIONAL))
-            if odd:
-                listed = ", ".join(sorted(name[:80] for name in odd)[:10])
-                raise ValueError(f"{path}: {listed} is missing, or not of the format")
-            tensors = {name: file.get_tensor(name) for name in (*TENSORS, *OPTIONAL) if name in names}
+            if names != set(TENSORS):
+                odd = ", ".join(sorted(name[:80] for name in names ^ set(TENSORS))[:10])
+                raise ValueError(f"{path}: {odd} is missing, or not of the format")
+            tensors = {name: file.get_tensor(name) for name in TENSORS}
     except OSError as error:  # which does not always say of which file
         raise type(error)(f"{path} cannot be read: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error})") from error
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a dtype that torch has not
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-    for name, dtype in {**TENSORS, **OPTIONAL}.items():
-        if name not in tensors:
-            continue
+    for name, dtype in TENSORS.items():
         if tensors[name].dtype != dtype or tensors[name].dim() != 1 + (name == "gram"):
             raise ValueError(
                 f"{path}: {name} is {tensors[name].dtype} of shape {list(tensors[name].shape)}; the format has "
