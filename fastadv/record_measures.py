@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fastadv import validation
 from fastadv.arms import Arm, ArmResult
+from fastadv.arms.prompt_sums import PromptSums, prompt_sums
 from fastadv.batch import Batch
 from fastadv.outcomes import Outcome
 from fastadv.reference.group_advantages import divided
-from fastadv.replay.arm_table import PromptSums, prompt_sums
 from fastadv.statistics import FrozenStatistics
 
 OP = "StepRecord.of"

@@ -17,12 +17,14 @@ from torch import Tensor
 
 import fastadv as fa
 from fastadv.arms import Arm, TokenCoins, TurnMask, question_one_arms
+from fastadv.arms.baselines import baselines
+from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.gradproj.gram import outline
 from fastadv.gradproj.projections import arm_weights
 from fastadv.gradproj.scopes import Weighted
 from fastadv.outcomes import Ending, Outcome
 from fastadv.replay import pipeline
-from fastadv.replay.arm_table import arm_row, baselines, prompt_sums
+from fastadv.replay.arm_table import arm_row
 from fastadv.replay.errors import ReplayError
 from fastadv.replay.gradients import GradientCells, policy_gradients
 from fastadv.replay.page import render

@@ -16,9 +16,10 @@ from torch import Tensor
 
 import fastadv as fa
 from fastadv.arms import freeze, question_one_arms
+from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.gradproj import SegmentGram, project
 from fastadv.gradproj.gram import TENSORS, batch_fingerprint, checkpoint_fingerprint, outline
-from fastadv.replay.arm_table import prompt_sums
+from fastadv.replay.predictions_rollouts import rollout_baselines
 from fastadv.replay.readers import ReadOptions, read
 
 
@@ -68,6 +69,11 @@ def test_the_outline_counts_the_tokens_that_were_sampled(batch: fa.Batch) -> Non
             short = prompt_sums(arm, arm.apply(rollouts, freeze(rollouts)), rollouts, freeze(rollouts), tokens)
             for name, value in vars(full).items():
                 torch.testing.assert_close(getattr(short, name), value, rtol=1e-14, atol=0)
+            # b of a rollout is the same in P2, which has the outline, as in the table of arms.
+            b = rollout_baselines(arm, rollouts, tokens)
+            torch.testing.assert_close(b, rollout_baselines(arm, one), rtol=1e-14, atol=0)
+            by_prompt = torch.zeros_like(full.baseline).index_add(0, one.groups.index, b)
+            torch.testing.assert_close(by_prompt, full.baseline, rtol=1e-13, atol=0)
     assert bool((outline([silent])[1] == 0).any())
     with pytest.raises(ValueError, match="no batch was given"):
         outline([])

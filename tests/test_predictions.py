@@ -14,11 +14,11 @@ from step_records import run
 from torch import Tensor
 
 import fastadv as fa
+from fastadv.arms.prompt_sums import PromptSums
 from fastadv.gradproj import SegmentGram
 from fastadv.gradproj.statistics import Estimate
 from fastadv.outcomes import Outcome
 from fastadv.record import ByOutcome
-from fastadv.replay.arm_table import PromptSums
 from fastadv.replay.predictions_rollouts import (
     TurnPairs,
     norm_elasticity,

@@ -13,9 +13,11 @@ from toy_agent import THREE_OUTCOMES, Enumeration, TurnAgent
 
 import fastadv as fa
 from fastadv.arms import Arm, freeze, question_one_arms
+from fastadv.arms.baselines import baselines
+from fastadv.arms.prompt_sums import PromptSums, prompt_sums
 from fastadv.gradproj.scopes import DIFFICULTY_NAMES, TURN_NAMES, partition, within_half
 from fastadv.outcomes import Outcome
-from fastadv.replay.arm_table import PromptSums, arm_row, baselines, prompt_sums
+from fastadv.replay.arm_table import arm_row
 from fastadv.replay.predictions import FALSIFIED, NO_DATA, SUPPORTED, UNDECIDED, p7_variance_drop
 from fastadv.replay.readers import ReadOptions, read
 

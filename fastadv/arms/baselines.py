@@ -49,9 +49,13 @@ def segment_sums(batch: Batch, index: Segments, per_token: Tensor) -> Tensor:
     return sums.index_add(0, segment.reshape(-1), values.reshape(-1))[: index.count]
 
 
-def rollout_means(batch: Batch, index: Segments, values: Tensor) -> Tensor:
-    """Mean over each rollout's sampled tokens of a value per segment, `[B]` float64; 0 where there are none."""
-    tokens = segment_sums(batch, index, torch.ones_like(batch.mask))
+def rollout_means(batch: Batch, index: Segments, values: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Mean over each rollout's sampled tokens of a value per segment, `[B]` float64; 0 where there are none. So is the
+    baseline of a rollout, wherever b is told. `tokens [S]`: sampled tokens of each segment, where the batch is an
+    outline of the one that they were counted in; None: they are counted."""
+    if tokens is None:
+        tokens = segment_sums(batch, index, torch.ones_like(batch.mask))
+    tokens = tokens.to(torch.float64)
     row = index.row_of_segment()
     zeros = torch.zeros(batch.num_rollouts, dtype=torch.float64, device=values.device)
     return divided(zeros.index_add(0, row, tokens * values), zeros.index_add(0, row, tokens))

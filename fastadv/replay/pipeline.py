@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult, freeze, question_one_arms
+from fastadv.arms.prompt_sums import PromptSums, prompt_sums
 from fastadv.batch import Batch
 from fastadv.gradproj import flash
 from fastadv.gradproj.gram import SegmentGram
@@ -20,7 +21,7 @@ from fastadv.gradproj.scopes import Weighted
 from fastadv.monitoring import turns_by_outcome
 from fastadv.outcomes import Census, Outcome, Regime, regime
 from fastadv.replay import streamed
-from fastadv.replay.arm_table import ArmRow, PromptSums, arm_row, prompt_sums
+from fastadv.replay.arm_table import ArmRow, arm_row
 from fastadv.replay.errors import ReplayError, counted, finite
 from fastadv.replay.gradients import GradientCells, GradientRow, compare, noise_floor, plug_in_rows
 from fastadv.replay.policy import Policy, score

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import CAPPED, Arm, freeze
+from fastadv.arms.prompt_sums import PromptSums
 from fastadv.batch import Batch
 from fastadv.gradproj.scopes import Weighted
 from fastadv.outcomes import Outcome
-from fastadv.replay.arm_table import PromptSums
 from fastadv.replay.errors import counted
 from fastadv.replay.gradients import policy_gradients
 from fastadv.replay.policy import Policy

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastadv.arms import Arm, freeze
 from fastadv.arms.baselines import baselines, rollout_means
+from fastadv.arms.prompt_sums import PromptSums
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import DRAWS, arm_weights, project
@@ -30,7 +31,6 @@ from fastadv.gradproj.statistics import (
     u_statistic_draws,
 )
 from fastadv.outcomes import Outcome
-from fastadv.replay.arm_table import PromptSums
 from fastadv.replay.verdicts import Prediction, Rule, judged, no_data, weighted_slopes
 
 P2_COSINE = Rule(above=0.5, null=0.1, effect=0.5)  # 0: no more along the cap than along any direction
@@ -111,7 +111,7 @@ def norm_elasticity(
         return sums @ everything.T
 
     sizes = over_prompts(torch.ones(rollouts.num_rollouts, dtype=torch.float64))
-    b = over_prompts(rollout_baselines(reference, rollouts)) / sizes
+    b = over_prompts(rollout_baselines(reference, rollouts, gram.tokens)) / sizes
     # A square from pairs of prompts is negative where noise is all there is; its root keeps the sign, or noise would
     # look like a norm.
     norms = squares.sign() * squares.abs().sqrt() / sizes
@@ -122,10 +122,11 @@ def norm_elasticity(
     return estimate(torch.where(mean_norm > 0, slopes * mean_b / mean_norm, float("nan")))
 
 
-def rollout_baselines(arm: Arm, batch: Batch) -> Tensor:
-    """Baseline of each rollout, averaged over its sampled tokens as in a step record, `[B]`."""
+def rollout_baselines(arm: Arm, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+    """Baseline of each rollout, averaged over its sampled tokens as in a step record, `[B]`. `tokens`: as of
+    `rollout_means`, whose batch may be an outline."""
     values = baselines(arm, batch, freeze(batch, excludes=arm.excludes, kappa=arm.kappa))
-    return rollout_means(batch, arm.segments(batch), values)
+    return rollout_means(batch, arm.segments(batch), values, tokens)
 
 
 # ---- P4 --------------------------------------------------------------------------------------------------------------

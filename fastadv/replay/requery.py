@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastadv.arms import ARMS, Arm, arm_to_dict, arms_from_yaml, named_arm
+from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import Projections, project
 from fastadv.outcomes import Outcome
-from fastadv.replay.arm_table import ArmRow, arm_row, prompt_sums
+from fastadv.replay.arm_table import ArmRow, arm_row
 from fastadv.replay.errors import ReplayError, counted, plain
 from fastadv.replay.gradient_tables import projection_tables
 from fastadv.replay.report import arms_table, jsonable
