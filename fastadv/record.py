@@ -75,13 +75,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class RecordedStaleness:
-    """How old the weights were that sampled, in versions of the weights.
+    """What a record has of `fastadv.monitoring.Staleness`: how old the weights were that sampled, in versions.
 
     Attributes:
-        mean: of training version - sampling version, over sampled tokens.
-        most: the largest of these.
-        in_flight: mean over rollouts of what passed between their first and last token.
-        in_queue: mean over rollouts of what passed between their last token and training.
+        mean, most: of the trained version less the one that sampled, over sampled tokens.
+        in_flight: mean over sampled tokens of what passed until the last one of their rollout.
+        in_queue: mean over sampled tokens of what passed since; with `in_flight` it makes `mean`.
         dropped_groups: groups that were too old and left out; None: not told.
         kept_groups: groups that were too old and kept by a coin; None: not told.
     """
@@ -277,7 +276,7 @@ class StepRecord:
             update_norm: length of the change of all parameters.
             learning_rate_multiplier: of the matched update.
             coin_seed: None: the arm's, if it tosses coins.
-            train_version: version of the weights that were trained; with `sampled.versions` it gives the staleness.
+            train_version: of the weights that were trained; with `sampled.versions` it gives the staleness.
             dropped_groups, kept_groups: groups too old that were left out, and kept by a coin.
             ran_tests: `[B]` bool of `sampled`: ran tests before it submitted.
             seconds: `[B]` of `sampled`: what each rollout took. Row ids say which of them the batch has.

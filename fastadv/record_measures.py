@@ -12,6 +12,7 @@ from fastadv import validation
 from fastadv.arms import Arm, ArmResult
 from fastadv.arms.prompt_sums import PromptSums, prompt_sums
 from fastadv.batch import Batch
+from fastadv.monitoring.staleness import ages
 from fastadv.outcomes import Outcome
 from fastadv.reference.group_advantages import divided
 from fastadv.statistics import FrozenStatistics
@@ -163,21 +164,18 @@ def _seconds(batch: Batch, result: ArmResult, sampled: Batch, seconds: Tensor) -
 
 
 def _staleness(sampled: Batch, versions: Tensor, train_version: int) -> dict[str, Tensor]:
-    """Ages of sampled tokens, and where rollouts spent them."""
-    row = sampled.rows.spread(torch.arange(sampled.num_rollouts, device=versions.device)).reshape(-1)
-    flat = versions.reshape(-1).to(torch.int64)
-    on = flat >= 0
-    ages = train_version - flat
-    largest = torch.iinfo(torch.int64).max
-    empty = torch.full((sampled.num_rollouts,), largest, device=versions.device)
-    first = empty.scatter_reduce(0, row, torch.where(on, flat, largest), "amin")
-    last = torch.full_like(empty, -1).scatter_reduce(0, row, flat, "amax")
-    some = last >= 0
-    rollouts, tokens = some.to(torch.float64).sum(), on.to(torch.float64).sum()
-    oldest = torch.where(on, ages, -largest).max() if ages.numel() else ages.new_zeros(())
+    """Ages of sampled tokens, and where rollouts spent them: what `fastadv.monitoring.staleness` counts, unread."""
+    found = ages(versions.to(torch.int64), sampled.rows, train_version)
+    tokens = found.sampled.to(torch.float64).sum()
+    none = found.age.new_full((1,), torch.iinfo(torch.int64).min)
+    most = torch.cat([torch.where(found.sampled, found.age, none), none]).max()
+
+    def mean(values: Tensor) -> Tensor:
+        return _over(torch.where(found.sampled, values, 0).to(torch.float64).sum(), tokens)
+
     return {
-        "staleness/mean": _over(torch.where(on, ages, 0).to(torch.float64).sum(), tokens),
-        "staleness/most": torch.where(tokens > 0, oldest.to(torch.float64), math.nan),
-        "staleness/in_flight": _over(torch.where(some, last - first, 0).to(torch.float64).sum(), rollouts),
-        "staleness/in_queue": _over(torch.where(some, train_version - last, 0).to(torch.float64).sum(), rollouts),
+        "staleness/mean": mean(found.age),
+        "staleness/most": torch.where(tokens > 0, most.to(torch.float64), math.nan),
+        "staleness/in_flight": mean(found.age - found.last),
+        "staleness/in_queue": mean(found.last),
     }

@@ -127,7 +127,7 @@ def test_stale_tokens_are_masked_and_their_rollouts_vote() -> None:
     assert torch.equal(result.token_weights[batch.mask] == 1, batch.versions[batch.mask] >= 6)
     assert not result.excluded.any()
     assert torch.equal(result.advantages.values, fa.ARMS["none"]().apply(batch, fa.freeze(batch)).advantages.values)
-    later = arm.apply(batch, fa.freeze(batch), known=fa.Known(step=20)).token_weights
+    later = arm.apply(batch, fa.freeze(batch), known=fa.Known(train_version=20)).token_weights
     assert later is not None
     assert not later[batch.mask].any()
     torch.testing.assert_close(result.loss_weights(batch), result.token_weights)
@@ -219,7 +219,7 @@ def test_weights_do_not_depend_on_the_layout(rule: Any) -> None:
     assert torch.equal(padded[:, :5].flatten()[batch.mask], plain[batch.mask])
     part = batch.take(torch.tensor([5, 2]))
     rows = torch.cat([torch.arange(25, 30), torch.arange(10, 15)])
-    known = fa.Known(step=8)
+    known = fa.Known(train_version=8)
     again = Arm("x", token_weights=rule).apply(part, None, known=known).token_weights
     assert again is not None
     assert torch.equal(again[part.mask], plain[rows][part.mask])

@@ -184,10 +184,10 @@ def test_staleness_in_flight_and_in_the_queue() -> None:
     result = monitoring.staleness(versions, 10, [0, 1, 1, 2], cu_seqlens=cu, max_staleness=3)
     # Ages 6 4 3 3 1; the last tokens' are 4, 3 and 1.
     assert result == monitoring.Staleness(
-        tokens=5, mean=17 / 5, largest=6, in_flight=2 / 5, queue=15 / 5, histogram={1: 1, 3: 2, 4: 1, 6: 1},
+        tokens=5, mean=17 / 5, most=6, in_flight=2 / 5, in_queue=15 / 5, histogram={1: 1, 3: 2, 4: 1, 6: 1},
         oldest_mean=10 / 3, dropped_rollouts=1, dropped_groups=1, groups=2,
     )  # fmt: skip
-    assert result.in_flight + result.queue == pytest.approx(result.mean)
+    assert result.in_flight + result.in_queue == pytest.approx(result.mean)
     padded = torch.tensor([[4, -1, 6], [7, 7, -1], [9, -1, -1], [-1, -1, -1]], dtype=torch.int32)
     assert monitoring.staleness(padded, 10, [0, 1, 1, 2], max_staleness=3) == result
 

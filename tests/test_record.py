@@ -99,7 +99,12 @@ def test_a_batch_by_hand(layout: str) -> None:
     assert (r.excluded_rate, r.excluded_token_rate) == (close(1 / 6), close(3 / 15))
     assert (r.advantage_square, r.advantage_variance) == (close(24 / 9 / 15), close(152 / 81 / 15))
     assert (r.reference_square, r.reference_variance) == (close(4 / 15), close(320 / 81 / 15))
-    assert r.staleness == RecordedStaleness(28 / 16, 5.0, 5 / 7, 11 / 7, 2, None)
+    assert r.staleness == RecordedStaleness(28 / 16, 5.0, 8 / 16, 20 / 16, 2, None)
+    watched = fa.monitoring.staleness(
+        sampled_batch().versions, 6, sampled_batch().groups, cu_seqlens=sampled_batch().cu_seqlens
+    )
+    for name in ("mean", "most", "in_flight", "in_queue"):
+        assert getattr(r.staleness, name) == getattr(watched, name), name
     assert (r.kept_s, r.excluded_s, r.wall_clock_s) == (59.0, 68.0, 9.0)
     assert (r.clip_ratio, r.update_norm, r.learning_rate_multiplier) == (0.25, 1.5, 0.75)
     assert (r.loss_metrics, r.cost) == ({"approx_kl": None}, {"gpu_hours": 0.5})

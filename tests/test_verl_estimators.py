@@ -391,7 +391,7 @@ def test_coins_of_groups_are_tossed_by_what_the_trainer_says() -> None:
     b.mask[:, 0] = 1
     versions, ids = torch.zeros(b.mask.shape, dtype=torch.int32), torch.arange(90) * 7
     groups = by_uid(b).index * 11
-    with telling(versions=versions, step=9, row_ids=ids, group_ids=groups) as trainer:
+    with telling(versions=versions, train_version=9, row_ids=ids, group_ids=groups) as trainer:
         computed("fastadv_arm", b, algorithm({"arm": "rescue:a=0.5"}))
     weights = fa.rescue_weights(0, groups, torch.ones(90, dtype=torch.bool), 0.5)
     assert 0 < int((weights == 0).sum()) < 90

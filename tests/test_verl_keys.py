@@ -131,14 +131,14 @@ def test_rows_are_replaced_not_changed() -> None:
     before = rows.rewards.clone()
     estimators.advantages("fastadv_reinforce_plus_plus_baseline", rows, EstimatorOptions())
     assert torch.equal(rows.rewards, before)
-    assert replace(rows, step=3).step == 3
+    assert replace(rows, train_version=3).train_version == 3
 
 
 def test_what_a_trainer_tells_ends_with_the_context() -> None:
-    with telling(step=1):
-        with telling(step=2) as inner:
+    with telling(train_version=1):
+        with telling(train_version=2) as inner:
             assert rows_module.told() is inner
-        assert rows_module.told().fields == {"step": 1}
+        assert rows_module.told().fields == {"train_version": 1}
     assert rows_module.told() is None
 
 

@@ -17,14 +17,14 @@ class Known:
     """What a trainer knows of a batch of rollouts besides the batch.
 
     Attributes:
-        step: version of the weights that are about to be updated; None: the newest version in the batch.
+        train_version: of the weights that are about to be updated; None: the newest version in the batch.
         stale: `[B]` bool, rollouts that are stale; None: by `Batch.versions`.
         keep_probability: `[B]` in (0, 1], with which each rollout got into the batch; None: all of them did.
         group_ids: `[B]` integers or strings that coins of groups are tossed by, the same in every pass and process;
             without them: the smallest row id of each group.
     """
 
-    step: int | None = None
+    train_version: int | None = None
     stale: Tensor | None = None  # [B]
     keep_probability: Tensor | None = None  # [B]
     group_ids: Ids | None = None  # [B]
@@ -40,8 +40,8 @@ def newest(op: str, batch: Batch, known: Known) -> tuple[Tensor, int]:
             f"{op}: the batch has no versions, so nobody can tell what is stale; give Batch.of versions, or the arm "
             "Known(stale=[B])"
         )
-    if known.step is not None:
-        return batch.versions, known.step
+    if known.train_version is not None:
+        return batch.versions, known.train_version
     return batch.versions, int(batch.versions.max()) if batch.versions.numel() else 0
 
 
@@ -51,8 +51,8 @@ def stale_rollouts(op: str, batch: Batch, after: int, known: Known) -> Tensor:
         shape, device = (batch.num_rollouts,), batch.rewards.device
         validation.tensor(op, "stale", known.stale, shape=shape, dtypes=(torch.bool,), device=device)
         return known.stale
-    versions, step = newest(op, batch, known)
-    return batch.rows.sum((batch.mask & (versions < step - after)).to(torch.int64)) > 0
+    versions, trained = newest(op, batch, known)
+    return batch.rows.sum((batch.mask & (versions < trained - after)).to(torch.int64)) > 0
 
 
 def group_ids(op: str, batch: Batch, known: Known) -> Ids:

@@ -189,8 +189,8 @@ class StaleTokens:
 
     def weights(self, op: str, batch: Batch, seed: int, known: Known) -> Tensor:
         """Like the mask, float64."""
-        versions, step = newest(op, batch, known)
-        return (versions >= step - self.after).to(torch.float64)
+        versions, trained = newest(op, batch, known)
+        return (versions >= trained - self.after).to(torch.float64)
 
 
 @dataclass(frozen=True)

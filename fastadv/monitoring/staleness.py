@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ class Staleness:
 
     Attributes:
         tokens: sampled tokens that were counted.
-        mean, largest: over these.
+        mean, most: over these.
         in_flight: mean over them of the versions that passed between the token and the last one of its rollout, while
             the rollout was being sampled.
-        queue: mean over them of the versions that passed since, while the rollout waited; with `in_flight` it makes
+        in_queue: mean over them of the versions that passed since, while the rollout waited; with `in_flight` it makes
             `mean`.
         histogram: number of tokens by staleness, in ascending order.
         oldest_mean: mean over rollouts of their oldest token's.
@@ -33,9 +34,9 @@ class Staleness:
 
     tokens: int
     mean: float
-    largest: int
+    most: int
     in_flight: float
-    queue: float
+    in_queue: float
     histogram: dict[int, int]
     oldest_mean: float
     dropped_rollouts: int
@@ -43,9 +44,26 @@ class Staleness:
     groups: int
 
 
+class Ages(NamedTuple):
+    """Ages of a batch's tokens in versions of the weights, each `[N]`, or `[B * T]`."""
+
+    sampled: Tensor  # bool: the others have no age, and hold whatever comes out
+    row: Tensor  # int64: rollout of the token
+    age: Tensor  # int64: of the token
+    last: Tensor  # int64: of its rollout's last token; what is older passed in flight, this in the queue
+
+
+def ages(versions: Tensor, rows: Rows, train_version: int) -> Ages:
+    """How old tokens are, without waiting for a device. `versions`: int64, -1 where none sampled."""
+    row = rows.spread(torch.arange(rows.count, device=versions.device)).flatten()
+    age = train_version - versions.flatten()
+    last = age.new_full((rows.count,), train_version + 1).scatter_reduce(0, row, age, "amin", include_self=True)
+    return Ages(versions.flatten() >= 0, row, age, last[row])
+
+
 def staleness(
     versions: Tensor,
-    version: int,
+    train_version: int,
     group_ids: Labels,
     *,
     cu_seqlens: Tensor | None = None,
@@ -55,7 +73,7 @@ def staleness(
 
     Args:
         versions: `[N]` or `[B, T]` integers, the version that sampled each token, -1 where none did (`Batch.versions`).
-        version: of the weights that are trained.
+        train_version: of the weights that are trained.
         group_ids: `[B]` labels or a GroupIndex.
         cu_seqlens: `[B + 1]` for packed tokens.
         max_staleness: a group is dropped if its oldest token is older than this, as in Miles' buffer; None: none is.
@@ -70,7 +88,7 @@ def staleness(
     """
     op = "staleness"
     validation.tensor(op, "versions", versions, dtypes=validation.INTEGERS)
-    validation.integer(op, "version", version, most=2**62)
+    validation.integer(op, "train_version", train_version, most=2**62)
     if max_staleness is not None:
         validation.integer(op, "max_staleness", max_staleness, most=2**62)
     rows, groups = Rows.of(op, "versions", versions, cu_seqlens), group_index(group_ids, op=op).to(versions.device)
@@ -79,26 +97,24 @@ def staleness(
     versions = versions.to(torch.int64)  # uint8 would wrap -1 around
     if bool((versions < -1).any()):
         raise ValueError(f"{op}: versions holds {int(versions.min())}; versions are from 0, and -1 where none sampled")
-    row = rows.spread(torch.arange(rows.count, device=versions.device)).flatten()
-    sampled = versions.flatten() >= 0
-    at, row = versions.flatten()[sampled], row[sampled]  # [S], [S]
-    if bool((at > version).any()):
+    found = ages(versions, rows, train_version)
+    age, row, last = (part[found.sampled] for part in (found.age, found.row, found.last))  # [S] each
+    if bool((age < 0).any()):
         raise ValueError(
-            f"{op}: a token was sampled by version {int(at.max())}, newer than version {version}, which is trained"
+            f"{op}: a token was sampled by version {train_version - int(age.min())}, newer than version "
+            f"{train_version}, which is trained"
         )
-    age = version - at
     count = rows.count
     oldest = age.new_zeros(count).scatter_reduce(0, row, age, "amax", include_self=True)
-    newest = age.new_full((count,), version).scatter_reduce(0, row, age, "amin", include_self=True)
     occupied = torch.bincount(row, minlength=count) > 0
     group_oldest = age.new_zeros(groups.num_groups).scatter_reduce(0, groups.index, oldest, "amax", include_self=True)
-    dropped = group_oldest > (version if max_staleness is None else max_staleness)  # none is older than version 0
+    dropped = group_oldest > (train_version if max_staleness is None else max_staleness)  # none is older than version 0
     return Staleness(
-        tokens=at.shape[0],
+        tokens=age.shape[0],
         mean=mean(age),
-        largest=int(age.max()) if age.numel() else 0,
-        in_flight=mean(age - newest[row]),
-        queue=mean(newest[row]),
+        most=int(age.max()) if age.numel() else 0,
+        in_flight=mean(age - last),
+        in_queue=mean(last),
         histogram=dict(zip(*(part.tolist() for part in torch.unique(age, return_counts=True)), strict=True)),
         oldest_mean=mean(oldest[occupied]),
         dropped_rollouts=int(dropped[groups.index].sum()),

@@ -48,7 +48,7 @@ def arm_run(arm: Arm, rewards: Tensor, rows: TrainerRows, options: TrainerOption
         options: the trainer's keys.
     """
     sessions = SessionBatch.of(rewards, rows, options)
-    known = Known(step=rows.trained, group_ids=sessions.prompts)
+    known = Known(train_version=rows.train_version, group_ids=sessions.prompts)
     statistics = arm.freeze(sessions.batch, known=known)
     result = arm.apply(sessions.batch, statistics, known=known)
     return ArmRun(arm, sessions, result, statistics)

@@ -292,7 +292,8 @@ def arm_rows(rows: Rows, options: EstimatorOptions) -> ArmRows:
     if arm.divisor == "hajek":
         raise ValueError(f"{ROOT}.arm={arm.name}: divisor is 'hajek', and verl's losses divide by counts")
     batch, packed, sessions = sessions_batch(rows, options), rows.trimmed, rows.voting
-    known = fa.Known(step=rows.step, group_ids=None if rows.group_ids is None else rows.group_ids[sessions.rows])
+    ids = None if rows.group_ids is None else rows.group_ids[sessions.rows]
+    known = fa.Known(train_version=rows.train_version, group_ids=ids)
     try:
         result = arm.apply(batch, None, known=known)
     except ValueError as error:

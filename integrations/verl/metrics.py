@@ -64,7 +64,7 @@ def record_of(made: ArmRun, rows: TrainerRows, **given: Any) -> StepRecord:
     """The record of an arm's step, so far as the batch tells."""
     return StepRecord.of(
         made.sessions.batch, made.result, made.statistics, step=rows.step, arm=made.arm,
-        train_version=rows.trained, **given,
+        train_version=rows.train_version, **given,
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ class Rows:
         values: `[B, R]`, the critic's; None: there is none.
         old_log_probs, sum_pi_squared, rollout_is_weights: `[B, R]`; None: not known.
         greedy_rewards: `[B]`, verl's `reward_baselines`; None: not known.
-        step: version of the weights that are about to be updated; None: not known.
+        train_version: of the weights that are about to be updated; None: not known.
         scores: `[B]`, rewards before penalties and shaping, which say what is solved; None: the rewards.
     """
 
@@ -134,7 +134,7 @@ class Rows:
     sum_pi_squared: Tensor | None = None  # [B, R]
     rollout_is_weights: Tensor | None = None  # [B, R]
     greedy_rewards: Tensor | None = None  # [B]
-    step: int | None = None
+    train_version: int | None = None
     scores: Tensor | None = None  # [B]
 
     def __post_init__(self) -> None:

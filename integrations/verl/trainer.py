@@ -209,7 +209,7 @@ def row_fields(rows: TrainerRows) -> dict[str, Any]:
         "row_ids": keys.ids[keys.sessions],
         "group_ids": keys.prompts,
         "versions": row_versions(rows),
-        "step": rows.trained,
+        "train_version": rows.train_version,
         "scores": rows.scores,
     }
 

@@ -96,6 +96,6 @@ class TrainerRows:
     step: int = 0
 
     @property
-    def trained(self) -> int | None:
+    def train_version(self) -> int | None:
         """Version of the weights that are about to be updated; None where nothing tells versions."""
         return None if self.versions is None else max(self.step - 1, 0)
