@@ -37,14 +37,15 @@ def test_counts_of_a_batch() -> None:
     excluded = torch.tensor([0, 0, 1, 1, 0]).bool()
     counts = monitoring.rollout_counts(batch(), excluded)
     assert counts == monitoring.RolloutCounts(
-        rollouts=5, success=0.4, submitted_failure=0.2, cap_hit=0.4, solved_at_cap=0.2, no_result=0.2, length=2.4,
-        solved_length=2.5, unsolved_length=3.0, turns=1.4, masked=0.4, masked_tokens=4 / 9,
+        rollouts=5, success_rate=0.4, submitted_failure_rate=0.2, cap_hit_rate=0.4, solved_at_cap_rate=0.2,
+        no_result_rate=0.2, response_length=2.4, solved_length=2.5, unsolved_length=3.0, turns=1.4, excluded_rate=0.4,
+        excluded_token_rate=4 / 9,
     )  # fmt: skip
     assert monitoring.rollout_counts(batch().padded(), excluded) == counts
-    assert monitoring.rollout_counts(batch()).masked_tokens == 0
+    assert monitoring.rollout_counts(batch()).excluded_token_rate == 0
     nothing = monitoring.rollout_counts(batch().select(torch.zeros(5, dtype=torch.bool)))
     assert nothing.rollouts == 0
-    assert math.isnan(nothing.success)
+    assert math.isnan(nothing.success_rate)
     with pytest.raises(TypeError, match="batch is a dict; pass a Batch"):
         monitoring.rollout_counts({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rollout_counts: excluded has dtype"):
@@ -249,12 +250,12 @@ def test_the_whole_groups_rate_would_select_on_noise() -> None:
     groups = torch.arange(4000).repeat_interleave(4)
     rows = monitoring.by_difficulty(outcomes, groups)
     assert [row.rollouts for row in rows[:3]] == pytest.approx([2000, 12000, 2000], rel=0.1)
-    assert all(row.success == pytest.approx(0.5, abs=0.04) for row in rows[:3])
+    assert all(row.success_rate == pytest.approx(0.5, abs=0.04) for row in rows[:3])
     rate = (outcomes.view(-1, 4) == SOLVED).double().mean(1).repeat_interleave(4)
     own = torch.where(rate < 1 / 3, 0, torch.where(rate > 2 / 3, 2, 1))
     selected = monitoring.by_difficulty(outcomes, groups, levels=own)
-    assert selected[0].success < 0.25
-    assert selected[2].success > 0.75
+    assert selected[0].success_rate < 0.25
+    assert selected[2].success_rate > 0.75
 
 
 @pytest.mark.row(25, 45)
@@ -267,12 +268,12 @@ def test_masks_truncation_and_shares_by_difficulty() -> None:
         outcomes, groups, capped=capped, excluded=excluded, quantities={"gradient": gradient}
     )
     assert [(r.difficulty, r.rollouts) for r in rows] == list(zip(monitoring.DIFFICULTIES, [1, 4, 1, 0], strict=True))
-    assert [r.success for r in rows[:3]] == [1.0, 0.5, 0.0]
-    assert [r.truncated for r in rows[:3]] == [0.0, 0.5, 1.0]
-    assert [r.masked for r in rows[:3]] == [0.0, 0.25, 1.0]
+    assert [r.success_rate for r in rows[:3]] == [1.0, 0.5, 0.0]
+    assert [r.truncation_rate for r in rows[:3]] == [0.0, 0.5, 1.0]
+    assert [r.mask_share for r in rows[:3]] == [0.0, 0.25, 1.0]
     assert [r.shares["gradient"] for r in rows] == [1 / 16, 7 / 16, 8 / 16, 0.0]
-    assert math.isnan(rows[3].masked)
-    assert [r.truncated for r in monitoring.by_difficulty(outcomes, groups)[:3]] == [0.0, 0.25, 1.0]
+    assert math.isnan(rows[3].mask_share)
+    assert [r.truncation_rate for r in monitoring.by_difficulty(outcomes, groups)[:3]] == [0.0, 0.25, 1.0]
     with pytest.raises(ValueError, match=r"quantities\['x'\]\[0\] is -1"):
         monitoring.by_difficulty(outcomes, groups, quantities={"x": -torch.ones(6)})
     with pytest.raises(TypeError, match="quantities is a list; pass a dict"):

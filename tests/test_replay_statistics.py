@@ -15,7 +15,8 @@ import fastadv as fa
 from fastadv.arms import Arm, freeze, question_one_arms
 from fastadv.arms.baselines import baselines
 from fastadv.arms.prompt_sums import PromptSums, prompt_sums
-from fastadv.gradproj.scopes import DIFFICULTY_NAMES, TURN_NAMES, partition, within_half
+from fastadv.gradproj.scopes import TURN_NAMES, partition, within_half
+from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import arm_row
 from fastadv.replay.predictions import FALSIFIED, NO_DATA, SUPPORTED, UNDECIDED, p7_variance_drop
@@ -238,7 +239,7 @@ def test_difficulty_comes_from_the_other_half(batch: fa.Batch) -> None:
         expected = 0 if rate < 1 / 3 else 2 if rate > 2 / 3 else 1
         assert int(cells.difficulty[row]) == expected
     single = batch.select(batch.row_ids == 3)
-    assert DIFFICULTY_NAMES[int(partition(single, 1).difficulty)] == "no other half"
+    assert DIFFICULTIES[int(partition(single, 1).difficulty)] == "unknown"
 
 
 def test_turn_buckets() -> None:

@@ -13,15 +13,7 @@ from fastadv.arms import Arm, ArmResult
 from fastadv.arms.baselines import segment_sums
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
-from fastadv.gradproj.scopes import (
-    DIFFICULTY_NAMES,
-    TURN_NAMES,
-    Partition,
-    Weighted,
-    partition,
-    within_group,
-    within_half,
-)
+from fastadv.gradproj.scopes import TURN_NAMES, Partition, Weighted, partition, within_group, within_half
 from fastadv.gradproj.statistics import (
     PLUG_IN,
     U_STATISTIC,
@@ -34,6 +26,7 @@ from fastadv.gradproj.statistics import (
     resamples,
     signal_share,
 )
+from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.outcomes import Outcome
 from fastadv.reference.group_advantages import divided
 from fastadv.segment_table import SegmentTable
@@ -237,5 +230,5 @@ def scopes(gram: SegmentGram, cells: Partition, buckets: bool) -> Iterator[tuple
         for number, name in enumerate(TURN_NAMES):
             yield name, cells.turn == number
     difficulty = cells.difficulty[gram.rows.cpu()]
-    for number, name in enumerate(DIFFICULTY_NAMES):
+    for number, name in enumerate(DIFFICULTIES):
         yield name, difficulty == number

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastadv.batch import Batch
 from fastadv.coins import uniforms
 from fastadv.gradproj.gram import SegmentGram
+from fastadv.monitoring.difficulty import levels_of
 from fastadv.ops.group_advantages import group_advantages
 from fastadv.outcomes import Outcome
 from fastadv.segment_table import SegmentTable
@@ -17,8 +18,6 @@ from fastadv.segment_table import SegmentTable
 # Upper ends of the turn buckets, counted from 1: 1, 2, 3-4, 5-8, 9-16, 17-32, 33 and later. Fixed before looking.
 TURN_EDGES = (1, 2, 4, 8, 16, 32)
 TURN_NAMES = ("turn 1", "turn 2", "turns 3-4", "turns 5-8", "turns 9-16", "turns 17-32", "turns 33+")
-# By the success rate of the other half of the group.
-DIFFICULTY_NAMES = ("hard (< 1/3)", "medium", "easy (> 2/3)", "no other half")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +67,7 @@ class Partition:
     """How a batch is cut up for comparison."""
 
     half: Tensor  # [B] int64: 0 or 1, the members of each group alternating by a hash of their ids
-    difficulty: Tensor  # [B] int64: index in DIFFICULTY_NAMES, from the other half of the group
+    difficulty: Tensor  # [B] int64: index in DIFFICULTIES, by the other half of the group
     turn: Tensor  # [S] int64: index in TURN_NAMES
 
 
@@ -84,13 +83,9 @@ def partition(batch: Batch, seed: int) -> Partition:
 
     cell = groups.index * 2 + (1 - half)  # the other half of a row's group
     size = torch.bincount(groups.index * 2 + half, minlength=2 * groups.num_groups)[cell]
-    solved = (batch.outcomes == Outcome.SOLVED).to(torch.float64)
-    successes = torch.zeros(2 * groups.num_groups, dtype=torch.float64).index_add(0, groups.index * 2 + half, solved)[
-        cell
-    ]
-    rate = successes / size
-    difficulty = torch.where(rate < 1 / 3, 0, torch.where(rate > 2 / 3, 2, 1))
-    difficulty = torch.where(size > 0, difficulty, 3)
+    solved = batch.outcomes == Outcome.SOLVED
+    successes = torch.bincount((groups.index * 2 + half)[solved], minlength=2 * groups.num_groups)[cell]
+    difficulty = levels_of(successes, size)
 
     index = batch.segments
     turn = torch.arange(index.count) - index.offsets[index.row_of_segment()] + 1

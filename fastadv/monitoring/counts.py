@@ -19,33 +19,33 @@ MOST_TURNS = 2**24  # a table has a row for each number of turns up to the most
 
 @dataclass(frozen=True)
 class RolloutCounts:
-    """What one batch counts up to; rates are shares of all its rollouts.
+    """What one batch counts up to, named as in a step record; rates are shares of all its rollouts.
 
     Attributes:
         rollouts: their number.
-        success: share that is solved.
-        submitted_failure: share that submitted and was wrong.
-        cap_hit: share that a cap cut off, solved or not.
-        solved_at_cap: share that a cap cut off and that passed.
-        no_result: share of INFRA.
-        length, solved_length, unsolved_length: mean response tokens, of all, and of those with a result.
+        success_rate: share that is solved.
+        submitted_failure_rate: share that submitted and was wrong.
+        cap_hit_rate: share that a cap cut off, solved or not.
+        solved_at_cap_rate: share that a cap cut off and that passed.
+        no_result_rate: share of INFRA.
+        response_length, solved_length, unsolved_length: mean response tokens, of all, and of those with a result.
         turns: mean turns.
-        masked: share of rollouts that are excluded from the loss.
-        masked_tokens: share of sampled tokens that are.
+        excluded_rate: share of rollouts that are excluded from the loss.
+        excluded_token_rate: share of sampled tokens that are.
     """
 
     rollouts: int
-    success: float
-    submitted_failure: float
-    cap_hit: float
-    solved_at_cap: float
-    no_result: float
-    length: float
+    success_rate: float
+    submitted_failure_rate: float
+    cap_hit_rate: float
+    solved_at_cap_rate: float
+    no_result_rate: float
+    response_length: float
     solved_length: float
     unsolved_length: float
     turns: float
-    masked: float
-    masked_tokens: float
+    excluded_rate: float
+    excluded_token_rate: float
 
 
 def rollout_counts(batch: Batch, excluded: Tensor | None = None) -> RolloutCounts:
@@ -70,17 +70,17 @@ def rollout_counts(batch: Batch, excluded: Tensor | None = None) -> RolloutCount
     sampled = batch.rows.sum(batch.mask.to(torch.int64))  # [B]
     return RolloutCounts(
         rollouts=n,
-        success=mean(solved),
-        submitted_failure=mean(outcomes == Outcome.FAILED),
-        cap_hit=mean(batch.capped),
-        solved_at_cap=mean(batch.capped & solved),
-        no_result=mean(outcomes == Outcome.INFRA),
-        length=mean(batch.lengths),
+        success_rate=mean(solved),
+        submitted_failure_rate=mean(outcomes == Outcome.FAILED),
+        cap_hit_rate=mean(batch.capped),
+        solved_at_cap_rate=mean(batch.capped & solved),
+        no_result_rate=mean(outcomes == Outcome.INFRA),
+        response_length=mean(batch.lengths),
         solved_length=mean(batch.lengths[solved]),
         unsolved_length=mean(batch.lengths[unsolved]),
         turns=mean(batch.segments.turns()),
-        masked=mean(out),
-        masked_tokens=share(int(sampled[out].sum()), int(sampled.sum())),
+        excluded_rate=mean(out),
+        excluded_token_rate=share(int(sampled[out].sum()), int(sampled.sum())),
     )
 
 

@@ -13,7 +13,8 @@ from fastadv.groups import Labels, group_index
 from fastadv.monitoring.checks import amounts, flag, mean, share
 from fastadv.outcomes import Outcome, outcome_tensor
 
-DIFFICULTIES = ("hard (< 1/3)", "medium", "easy (> 2/3)", "no sibling")
+# By the success rate of the prompt's other rollouts: its siblings, or those of the other half of its group.
+DIFFICULTIES = ("hard (< 1/3)", "medium", "easy (> 2/3)", "unknown")
 
 
 def difficulty(outcomes: Tensor, group_ids: Labels) -> Tensor:
@@ -43,6 +44,11 @@ def difficulty(outcomes: Tensor, group_ids: Labels) -> Tensor:
         return counts[groups.index] - hit.to(torch.int64)
 
     solved, known = siblings(values == Outcome.SOLVED), siblings(values != Outcome.INFRA)
+    return levels_of(solved, known)
+
+
+def levels_of(solved: Tensor, known: Tensor) -> Tensor:
+    """Index in DIFFICULTIES, int64, by how many of how many rollouts were solved."""
     level = torch.where(3 * solved < known, 0, torch.where(3 * solved > 2 * known, 2, 1))
     return torch.where(known > 0, level, 3)
 
@@ -54,17 +60,17 @@ class DifficultyRow:
     Attributes:
         difficulty: its name.
         rollouts: their number.
-        success: share of them that is solved.
-        truncated: share that a cap cut off.
-        masked: share that is excluded from the loss.
+        success_rate: share of them that is solved.
+        truncation_rate: share that a cap cut off.
+        mask_share: share that is excluded from the loss.
         shares: by name, the part of each quantity's sum over the batch that falls on them.
     """
 
     difficulty: str
     rollouts: int
-    success: float
-    truncated: float
-    masked: float
+    success_rate: float
+    truncation_rate: float
+    mask_share: float
     shares: dict[str, float] = field(default_factory=dict)
 
 
@@ -115,9 +121,9 @@ def by_difficulty(
             DifficultyRow(
                 difficulty=name,
                 rollouts=int(here.sum()),
-                success=mean(values[here] == Outcome.SOLVED),
-                truncated=mean(cut[here]),
-                masked=mean(out[here]),
+                success_rate=mean(values[here] == Outcome.SOLVED),
+                truncation_rate=mean(cut[here]),
+                mask_share=mean(out[here]),
                 shares={key: share(float(value[here].sum()), float(value.sum())) for key, value in sums.items()},
             )
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from fastadv.gradproj.projections import Projections
-from fastadv.gradproj.scopes import DIFFICULTY_NAMES, TURN_NAMES
+from fastadv.gradproj.scopes import TURN_NAMES
 from fastadv.gradproj.statistics import PLUG_IN, U_STATISTIC, Comparison, Estimate
+from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.replay.errors import plain
 from fastadv.replay.gradients import GradientRow
 from fastadv.replay.tables import Table, number
@@ -15,7 +16,7 @@ TITLE = "Gradients at the checkpoint"
 PARTS = {
     "Gradients by turn": (TURN_NAMES, "over the tokens of these turns; the first is turn 1"),
     "Gradients by difficulty": (
-        DIFFICULTY_NAMES,
+        DIFFICULTIES,
         "over the prompts of this difficulty, the success rate of the other half of a rollout's group",
     ),
 }

@@ -16,16 +16,10 @@ from torch import Tensor
 from fastadv.arms import Arm, ArmResult
 from fastadv.batch import Batch, ranges
 from fastadv.gradproj.projections import Projections
-from fastadv.gradproj.scopes import (
-    DIFFICULTY_NAMES,
-    TURN_NAMES,
-    Partition,
-    Weighted,
-    partition,
-    within_half,
-)
+from fastadv.gradproj.scopes import TURN_NAMES, Partition, Weighted, partition, within_half
 from fastadv.gradproj.statistics import PLUG_IN
 from fastadv.losses import LossConfig
+from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.ops.policy_loss import policy_loss
 from fastadv.ops.segments import segment_tokens
 from fastadv.ops.turn_ids import segments
@@ -102,7 +96,7 @@ class GradientCells:
 
     def __init__(self, arms: Sequence[Arm], size: int, *, buckets: bool = True) -> None:
         self.arms, self.buckets = tuple(arms), buckets
-        turns, difficulties = (len(TURN_NAMES), len(DIFFICULTY_NAMES)) if buckets else (1, 0)
+        turns, difficulties = (len(TURN_NAMES), len(DIFFICULTIES)) if buckets else (1, 0)
         self.by_turn = torch.zeros(len(arms), 2, turns, size, dtype=torch.float64)
         self.by_difficulty = torch.zeros(len(arms), 2, difficulties, size, dtype=torch.float64)
         self.cap = torch.zeros(2, size, dtype=torch.float64)
@@ -112,7 +106,7 @@ class GradientCells:
     @staticmethod
     def bytes(arms: int, size: int, *, buckets: bool) -> int:
         """Memory of the cells."""
-        cells = 2 * arms * (len(TURN_NAMES) + len(DIFFICULTY_NAMES) if buckets else 1) + 4
+        cells = 2 * arms * (len(TURN_NAMES) + len(DIFFICULTIES) if buckets else 1) + 4
         return 8 * cells * size
 
     def add(
@@ -166,7 +160,7 @@ class GradientCells:
 
 def _by_cell(cells: Partition) -> Tensor:
     """Rollouts sorted by half and difficulty."""
-    return (cells.half * len(DIFFICULTY_NAMES) + cells.difficulty).argsort(stable=True)
+    return (cells.half * len(DIFFICULTIES) + cells.difficulty).argsort(stable=True)
 
 
 def _reordered(result: ArmResult, order: Tensor, before: Batch, after: Batch) -> ArmResult:
@@ -252,7 +246,7 @@ def compare(cells: GradientCells) -> list[GradientRow]:
     scopes = [("all", cells.by_turn.sum(2))]
     if cells.buckets:
         scopes += [(name, cells.by_turn[:, :, i]) for i, name in enumerate(TURN_NAMES)]
-        scopes += [(name, cells.by_difficulty[:, :, i]) for i, name in enumerate(DIFFICULTY_NAMES)]
+        scopes += [(name, cells.by_difficulty[:, :, i]) for i, name in enumerate(DIFFICULTIES)]
     cap = cells.cap / max(1, cells.rollouts)
     rows = []
     for scope, halves in scopes:  # [K, 2, P]

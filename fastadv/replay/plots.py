@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from fastadv.gradproj.projections import Projections
-from fastadv.gradproj.scopes import DIFFICULTY_NAMES, TURN_NAMES
+from fastadv.gradproj.scopes import TURN_NAMES
 from fastadv.gradproj.statistics import PLUG_IN, U_STATISTIC
+from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.outcomes import Outcome
 from fastadv.replay.errors import plain
 from fastadv.replay.pipeline import ReplayResult
@@ -44,7 +45,7 @@ def figures(result: ReplayResult) -> list[Figure]:
     if result.projections is not None:
         found.append(_alignments(result.projections))
     if result.gradients and result.options.buckets:
-        found += [_by_bucket(result, TURN_NAMES, "turn"), _by_bucket(result, DIFFICULTY_NAMES, "difficulty")]
+        found += [_by_bucket(result, TURN_NAMES, "turn"), _by_bucket(result, DIFFICULTIES, "difficulty")]
     return found
 
 

@@ -18,7 +18,7 @@ from fastadv.arms.prompt_sums import PromptSums
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import DRAWS, arm_weights, project
-from fastadv.gradproj.scopes import DIFFICULTY_NAMES, partition
+from fastadv.gradproj.scopes import partition
 from fastadv.gradproj.statistics import (
     PLUG_IN,
     U_STATISTIC,
@@ -30,6 +30,7 @@ from fastadv.gradproj.statistics import (
     u_statistic,
     u_statistic_draws,
 )
+from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.outcomes import Outcome
 from fastadv.replay.verdicts import Prediction, Rule, judged, no_data, weighted_slopes
 
@@ -95,7 +96,7 @@ def norm_elasticity(
     everything = _all_and(counts)  # [1 + D, n]
     with_mask, without = (arm_weights(arm, rollouts).coefficients(gram) for arm in (masked, reference))
     difficulty = partition(rollouts, seed).difficulty
-    subsets = [k for k in range(len(DIFFICULTY_NAMES) - 1) if bool((difficulty == k).any())]
+    subsets = [k for k in range(len(DIFFICULTIES) - 1) if bool((difficulty == k).any())]
     if len(subsets) < 2:
         return Estimate(float("nan"))
     parts = torch.stack([torch.where(difficulty[row] == k, with_mask - without, 0.0) for k in subsets])
