@@ -1,4 +1,4 @@
-"""Confidence intervals of shares and of what is made of two shares, in closed form."""
+"""Numbers with confidence intervals, and those of shares and of what is made of two shares, in closed form."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ Z = 1.959963984540054  # of 95 %
 
 
 class Interval(NamedTuple):
-    """An estimate and its 95 % interval; NaN where there is nothing to estimate from.
+    """A number with its 95 % interval; NaN where there is none.
 
     Attributes:
-        value: the estimate.
+        value: the number.
         low, high: the ends.
     """
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "–"
+        return f"{self.value:.3f}" + ("" if math.isnan(self.low) else f" ({self.low:.2f} to {self.high:.2f})")
 
 
-NOTHING = Interval(math.nan, math.nan, math.nan)
+UNKNOWN = Interval(math.nan)
 
 
 def wilson(hits: int, total: int) -> Interval:
@@ -31,7 +36,7 @@ def wilson(hits: int, total: int) -> Interval:
     ValueError or TypeError for what are no counts."""
     hits, total = _counts("wilson", hits, total)
     if total == 0:
-        return NOTHING
+        return UNKNOWN
     p, spread = hits / total, Z * Z / total
     centre = (p + spread / 2) / (1 + spread)
     half = Z * math.sqrt(p * (1 - p) / total + spread / (4 * total)) / (1 + spread)
@@ -44,7 +49,7 @@ def difference(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
     ValueError or TypeError for what are no counts."""
     cells = [_counts("difference", h, n) for h, n in zip(hits, totals, strict=True)]
     if 0 in totals:
-        return NOTHING
+        return UNKNOWN
     (p, p_low, p_high), (q, q_low, q_high) = (wilson(h, n) for h, n in cells)
     low, high = math.hypot(p - p_low, q_high - q), math.hypot(p_high - p, q - q_low)
     return Interval(p - q, p - q - low, p - q + high)
@@ -55,7 +60,7 @@ def odds_ratio(hits: tuple[int, int], totals: tuple[int, int]) -> Interval:
     interval on the logarithm. Raises ValueError or TypeError for what are no counts."""
     pairs = [_counts("odds_ratio", h, n) for h, n in zip(hits, totals, strict=True)]
     if 0 in totals:
-        return NOTHING
+        return UNKNOWN
     cells = [count + 0.5 for h, n in pairs for count in (h, n - h)]
     log = math.log(cells[0] * cells[3] / (cells[1] * cells[2]))
     half = Z * math.sqrt(sum(1 / cell for cell in cells))

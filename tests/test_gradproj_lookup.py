@@ -10,7 +10,7 @@ from gradproj_models import ragged_batch
 
 import fastadv as fa
 from fastadv.gradproj import Projections, RolloutSketches, SegmentGram, project
-from fastadv.gradproj.statistics import Estimate
+from fastadv.intervals import Interval
 from fastadv.replay.gradient_tables import projection_tables
 
 
@@ -68,11 +68,11 @@ def test_projections_print_as_a_table(found: Projections) -> None:
     assert f"{found['b'].difference.value:.3f}" in lines[4]
     assert lines[8] == f"scopes: {', '.join(found.scopes)}"
     assert found.table("turn 1") != found.table()
-    assert repr(Projections((), 0.0, Estimate(0.0), 3)) == "Projections(no arm has a gradient)"
+    assert repr(Projections((), 0.0, Interval(0.0), 3)) == "Projections(no arm has a gradient)"
 
 
 def test_a_number_prints_with_its_interval() -> None:
-    assert [str(e) for e in (Estimate(0.5, -1.0, 2.0), Estimate(0.5), Estimate(float("nan")))] == [
+    assert [str(e) for e in (Interval(0.5, -1.0, 2.0), Interval(0.5), Interval(float("nan")))] == [
         "0.500 (-1.00 to 2.00)", "0.500", "–",
     ]  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_a_number_prints_with_its_interval() -> None:
 def test_a_slope_is_shown_with_its_interval_or_not_at_all(found: Projections) -> None:
     """Its denominator may be noise around 0."""
 
-    def shown(slope: Estimate) -> tuple[str, str]:
+    def shown(slope: Interval) -> tuple[str, str]:
         rows = [replace(row, comparison=replace(row.comparison, cap_slope=slope)) for row in found.rows]
         whole, *parts = projection_tables(replace(found, rows=tuple(rows)))
         assert parts
@@ -88,8 +88,8 @@ def test_a_slope_is_shown_with_its_interval_or_not_at_all(found: Projections) ->
         (row,) = (row for row in whole.rows if row[:2] == ["b", "slope"])
         return row[2], row[3]
 
-    assert shown(Estimate(0.5)) == ("–", "–")
-    assert shown(Estimate(0.5, 0.25, 0.75)) == ("0.500", "0.25 to 0.75")
+    assert shown(Interval(0.5)) == ("–", "–")
+    assert shown(Interval(0.5, 0.25, 0.75)) == ("0.500", "0.25 to 0.75")
 
 
 def test_two_arms_of_one_name_are_refused(batch: fa.Batch) -> None:

@@ -23,8 +23,8 @@ from fastadv.gradproj.statistics import (
     U_STATISTIC,
     Comparison,
     Directions,
+    bootstrapped,
     compare,
-    estimate,
     interval,
     plug_in,
     plug_in_draws,
@@ -107,7 +107,7 @@ def test_an_undefined_draw_might_have_been_anything() -> None:
     draws[draws == 5] = math.nan
     assert all(math.isnan(end) for end in interval(draws))
     assert all(math.isnan(end) for end in interval(draws[:0]))
-    assert math.isnan(estimate(torch.tensor([math.inf])).value)
+    assert math.isnan(bootstrapped(torch.tensor([math.inf])).value)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------

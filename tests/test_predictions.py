@@ -16,7 +16,7 @@ from torch import Tensor
 import fastadv as fa
 from fastadv.arms.prompt_sums import PromptSums
 from fastadv.gradproj import SegmentGram
-from fastadv.gradproj.statistics import Estimate
+from fastadv.intervals import Interval
 from fastadv.outcomes import Outcome
 from fastadv.record import ByOutcome
 from fastadv.replay.predictions_rollouts import (
@@ -61,13 +61,13 @@ ARMS = {arm.name: arm for arm in fa.question_one_arms()}
     ],
 )
 def test_what_an_interval_decides(low: float, high: float, verdict: str) -> None:
-    assert Rule(above=0.5, null=0.0, effect=0.5).verdict(Estimate((low + high) / 2, low, high)) == verdict
+    assert Rule(above=0.5, null=0.0, effect=0.5).verdict(Interval((low + high) / 2, low, high)) == verdict
 
 
 def test_a_prediction_of_several_statistics() -> None:
-    rule, yes, no, open_ = Rule(0, 0, 1), Estimate(2, 1, 3), Estimate(0, -0.5, 0.5), Estimate(0, -2, 2)
+    rule, yes, no, open_ = Rule(0, 0, 1), Interval(2, 1, 3), Interval(0, -0.5, 0.5), Interval(0, -2, 2)
 
-    def verdict(*estimates: Estimate, falsifiers: tuple[str, ...] = ("0",), lacking: tuple[str, ...] = ()) -> str:
+    def verdict(*estimates: Interval, falsifiers: tuple[str, ...] = ("0",), lacking: tuple[str, ...] = ()) -> str:
         found = {str(i): (e, rule) for i, e in enumerate(estimates)}
         return judged("P", "claim", found, falsifiers=falsifiers, lacking=lacking).verdict
 
@@ -107,7 +107,7 @@ def test_students_interval_is_students() -> None:
     assert (e.value, e.high - e.value) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
     assert math.isnan(over_runs([1.0]).low)
     assert math.isnan(over_runs([]).value)
-    assert difference([1.0, 1.0], [0.5, 0.5]) == Estimate(0.5, 0.5, 0.5)
+    assert difference([1.0, 1.0], [0.5, 0.5]) == Interval(0.5, 0.5, 0.5)
 
 
 def test_intervals_over_runs_cover() -> None:

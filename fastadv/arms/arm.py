@@ -27,7 +27,7 @@ ARM_BASELINES = (*BASELINES, "turn-reached")
 ARM_POPULATIONS = (*POPULATIONS, "removed")
 ARM_SINGLETONS = ("zero", "raw")
 GROUP_FILTERS = ("all", "mixed")
-DIVISORS = ("candidates", "constant", "hajek")
+ARM_DIVISORS = ("candidates", "constant", "hajek")
 WEIGHTED = ("loss", "reward")
 
 
@@ -125,7 +125,7 @@ class Arm:
         validation.choice(op, "singleton", self.singleton, ARM_SINGLETONS)
         validation.choice(op, "scale", self.scale, SCALES)
         validation.choice(op, "groups", self.groups, GROUP_FILTERS)
-        validation.choice(op, "divisor", self.divisor, DIVISORS)
+        validation.choice(op, "divisor", self.divisor, ARM_DIVISORS)
         validation.choice(op, "weighted", self.weighted, WEIGHTED)
         validation.non_negative(op, "kappa", self.kappa)
         validation.non_negative(op, "fraction", self.fraction)

@@ -19,13 +19,13 @@ from fastadv.gradproj.statistics import (
     U_STATISTIC,
     Comparison,
     Directions,
-    Estimate,
     compare,
     cosine,
     prompt_products,
     resamples,
     signal_share,
 )
+from fastadv.intervals import Interval
 from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.outcomes import Outcome
 from fastadv.reference.group_advantages import divided
@@ -64,7 +64,7 @@ class Projections:
 
     rows: tuple[Projection, ...]
     noise_floor: float
-    signal: Estimate
+    signal: Interval
     prompts: int
 
     @property

@@ -17,23 +17,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from fastadv.intervals import Interval
+
 PLUG_IN, U_STATISTIC = "plug-in", "u-statistic"
 LEVEL = 0.95  # of intervals
 FEWEST_PROMPTS = 4  # of fewer there is no interval: resampling them shows nothing
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its interval; NaN where there is none."""
-
-    value: float
-    low: float = math.nan
-    high: float = math.nan
-
-    def __str__(self) -> str:
-        if math.isnan(self.value):
-            return "–"
-        return f"{self.value:.3f}" + ("" if math.isnan(self.low) else f" ({self.low:.2f} to {self.high:.2f})")
 
 
 @dataclass(frozen=True)
@@ -44,15 +32,15 @@ class Comparison:
     rollout is on both sides; the U-statistic, which pairs different prompts only, takes the whole of c.
     """
 
-    norm: Estimate  # |g|
-    cosine: Estimate  # of g and r
-    norm_ratio: Estimate  # |g| / |r|
-    difference: Estimate  # |g - r| / |r|
-    cap_projection: Estimate  # of g - r on c / |c|, over |r|
-    cap_cosine: Estimate  # of g - r and c
-    explained: Estimate  # share of |g - r|^2 that lies along c: projection^2 / difference^2
-    cap_slope: Estimate  # b of the fit g - r ~ b c
-    alignment: Estimate  # <g - r, c> from the same rollouts, over norms with their noise: defined without any signal
+    norm: Interval  # |g|
+    cosine: Interval  # of g and r
+    norm_ratio: Interval  # |g| / |r|
+    difference: Interval  # |g - r| / |r|
+    cap_projection: Interval  # of g - r on c / |c|, over |r|
+    cap_cosine: Interval  # of g - r and c
+    explained: Interval  # share of |g - r|^2 that lies along c: projection^2 / difference^2
+    cap_slope: Interval  # b of the fit g - r ~ b c
+    alignment: Interval  # <g - r, c> from the same rollouts, over norms with their noise: defined without any signal
 
 
 QUANTITIES = tuple(field.name for field in fields(Comparison))
@@ -136,10 +124,10 @@ def interval(draws: Tensor) -> tuple[float, float]:
     return float(ordered[cut - lost]), float(ordered[ordered.shape[0] - 1 - (cut - lost)])
 
 
-def estimate(values: Tensor) -> Estimate:
-    """A number from its value and its draws, `[1 + D]`."""
+def bootstrapped(values: Tensor) -> Interval:
+    """A number and its interval, from its value and its draws, `[1 + D]`."""
     value = float(values[0])
-    return Estimate(value if math.isfinite(value) else math.nan, *interval(values[1:]))
+    return Interval(value if math.isfinite(value) else math.nan, *interval(values[1:]))
 
 
 # ---- one gradient against a reference and a direction ----------------------------------------------------------------
@@ -215,7 +203,7 @@ def _plug_in_comparison(m: dict[str, Tensor], rollouts: int) -> Comparison:
     slope = _over(crossed, 2 * m["c0c1"])
     found = _comparison(m, rollouts, along, cosines / 2, slope, _over(m["dc"], _norms(m, "dd", "cc")))
     # Resampled prompts have the noise of their copies too, so that all norms come out larger than the batch's.
-    return replace(found, norm=Estimate(found.norm.value))
+    return replace(found, norm=Interval(found.norm.value))
 
 
 def _u_comparison(u: dict[str, Tensor], scale: Tensor, rollouts: int) -> Comparison:
@@ -231,15 +219,15 @@ def _comparison(
     whole = m["rr"] + 2 * m["rd"] + m["dd"]  # |g|^2
     norm, difference = m["rr"].sqrt(), m["dd"].sqrt()
     return Comparison(
-        norm=estimate(whole.sqrt() / max(1, rollouts)),
-        cosine=estimate(_over(m["rr"] + m["rd"], whole.sqrt() * norm)),
-        norm_ratio=estimate(_over(whole.sqrt(), norm)),
-        difference=estimate(_over(difference, norm)),
-        cap_projection=estimate(_over(along, norm)),
-        cap_cosine=estimate(cosine),
-        explained=estimate(_over(along, difference).square()),
-        cap_slope=estimate(slope),
-        alignment=estimate(alignment),
+        norm=bootstrapped(whole.sqrt() / max(1, rollouts)),
+        cosine=bootstrapped(_over(m["rr"] + m["rd"], whole.sqrt() * norm)),
+        norm_ratio=bootstrapped(_over(whole.sqrt(), norm)),
+        difference=bootstrapped(_over(difference, norm)),
+        cap_projection=bootstrapped(_over(along, norm)),
+        cap_cosine=bootstrapped(cosine),
+        explained=bootstrapped(_over(along, difference).square()),
+        cap_slope=bootstrapped(slope),
+        alignment=bootstrapped(alignment),
     )
 
 
@@ -259,8 +247,8 @@ def cosine(products: Tensor) -> float:
     return float(_over(ab, aa.sqrt() * bb.sqrt()))
 
 
-def signal_share(products: Tensor, counts: Tensor) -> Estimate:
+def signal_share(products: Tensor, counts: Tensor) -> Interval:
     """Share of a gradient's squared norm that is no noise, from its products `[1, n, n]` with itself."""
     draws = u_statistic_draws(products, counts, plug_in_draws(products, counts))
     values = torch.cat([u_statistic(products)[:, None], draws], 1)[0]
-    return estimate(_over(values, noisy_square(products[0])))
+    return bootstrapped(_over(values, noisy_square(products[0])))

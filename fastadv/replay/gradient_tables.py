@@ -6,7 +6,8 @@ import math
 
 from fastadv.gradproj.projections import Projections
 from fastadv.gradproj.scopes import TURN_NAMES
-from fastadv.gradproj.statistics import PLUG_IN, U_STATISTIC, Comparison, Estimate
+from fastadv.gradproj.statistics import PLUG_IN, U_STATISTIC, Comparison
+from fastadv.intervals import Interval
 from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.replay.errors import plain
 from fastadv.replay.gradients import GradientRow
@@ -107,7 +108,7 @@ def _side_by_side(found: dict[tuple[str, str, str], Comparison]) -> list[list[st
     return rows
 
 
-def interval(e: Estimate) -> str:
+def interval(e: Interval) -> str:
     """The two ends; a dash where an end is open."""
     return "–" if math.isnan(e.low) else f"{number(e.low, 2)} to {number(e.high, 2)}"
 

@@ -22,14 +22,14 @@ from fastadv.gradproj.scopes import partition
 from fastadv.gradproj.statistics import (
     PLUG_IN,
     U_STATISTIC,
-    Estimate,
-    estimate,
+    bootstrapped,
     plug_in_draws,
     prompt_products,
     resamples,
     u_statistic,
     u_statistic_draws,
 )
+from fastadv.intervals import Interval
 from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.outcomes import Outcome
 from fastadv.replay.verdicts import Prediction, Rule, judged, no_data, weighted_slopes
@@ -85,7 +85,7 @@ def p2_direction(gram: SegmentGram, masked: Arm, reference: Arm, *, draws: int =
 
 def norm_elasticity(
     gram: SegmentGram, rollouts: Batch, masked: Arm, reference: Arm, *, draws: int = DRAWS, seed: int = 0
-) -> Estimate:
+) -> Interval:
     """How the norm of a mask's difference goes with b over subsets by difficulty: 1 if it is proportional, 0 if flat.
 
     NaN where fewer than two subsets have rollouts, where b does not vary, or where noise is all there is.
@@ -98,7 +98,7 @@ def norm_elasticity(
     difficulty = partition(rollouts, seed).difficulty
     subsets = [k for k in range(len(DIFFICULTIES) - 1) if bool((difficulty == k).any())]
     if len(subsets) < 2:
-        return Estimate(float("nan"))
+        return Interval(float("nan"))
     parts = torch.stack([torch.where(difficulty[row] == k, with_mask - without, 0.0) for k in subsets])
     products = prompt_products(inner, prompts, n, parts, parts)
     squares = torch.cat(
@@ -120,7 +120,7 @@ def norm_elasticity(
     shares = sizes / sizes.sum(0)
     mean_norm = torch.where(sizes > 0, norms * shares, 0.0).sum(0)
     mean_b = torch.where(sizes > 0, b * shares, 0.0).sum(0)
-    return estimate(torch.where(mean_norm > 0, slopes * mean_b / mean_norm, float("nan")))
+    return bootstrapped(torch.where(mean_norm > 0, slopes * mean_b / mean_norm, float("nan")))
 
 
 def rollout_baselines(arm: Arm, batch: Batch, tokens: Tensor | None = None) -> Tensor:
@@ -159,8 +159,8 @@ def p4_amplification(all_vote: PromptSums, survivors: PromptSums, *, draws: int 
     everything = _all_and(resamples(n, draws, seed))
     weights = everything * torch.where(capped, all_vote.rollouts, 0.0)  # [1 + D, G]
     found = {
-        "gap": (estimate((weights * gap).sum(1) / weights.sum(1)), P4_GAP),
-        "slope on the cap rate": (estimate(weighted_slopes(rate, gap, weights)), P4_SLOPE),
+        "gap": (bootstrapped((weights * gap).sum(1) / weights.sum(1)), P4_GAP),
+        "slope on the cap rate": (bootstrapped(weighted_slopes(rate, gap, weights)), P4_SLOPE),
     }
     return judged("P4", claim, found, falsifiers=found)
 
@@ -231,7 +231,7 @@ def p5_separation(pairs: TurnPairs, *, draws: int = DRAWS, seed: int = 0) -> Pre
         return no_data("P5", claim, "no prompt has both a solved rollout and a submitted failure")
     n = pairs.failed.shape[0]
     everything = _all_and(resamples(n, draws, seed))
-    longer = estimate(everything @ pairs.failed_longer / (everything @ pairs.failed))
-    any_ = estimate(everything @ pairs.unsolved_longer / (everything @ pairs.unsolved))
+    longer = bootstrapped(everything @ pairs.failed_longer / (everything @ pairs.failed))
+    any_ = bootstrapped(everything @ pairs.unsolved_longer / (everything @ pairs.unsolved))
     found = {"failed takes longer": (longer, P5_SEPARATION)}
     return judged("P5", claim, found, falsifiers=found, shown={"unsolved takes longer": any_})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fastadv.gradproj.statistics import Estimate
+from fastadv.intervals import Interval
 from fastadv.record import StepRecord
 from fastadv.replay.verdicts import (
     FALSIFIED,
@@ -66,8 +66,8 @@ def slopes(runs: Sequence[Run], number: Callable[[StepRecord], float | None]) ->
     return [change for change in found if math.isfinite(change)]
 
 
-def _negative(e: Estimate) -> Estimate:
-    return Estimate(-e.value, -e.high, -e.low)
+def _negative(e: Interval) -> Interval:
+    return Interval(-e.value, -e.high, -e.low)
 
 
 # ---- P3 --------------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def p3_drift(masked: Sequence[Run], reference: Sequence[Run], matched: Sequence[
     return judged("P3", claim, found, falsifiers=falsifiers, lacking=lacking)
 
 
-def at_the_same_b(left: Sequence[Run], right: Sequence[Run]) -> tuple[Estimate, bool]:
+def at_the_same_b(left: Sequence[Run], right: Sequence[Run]) -> tuple[Interval, bool]:
     """Difference of cap rates over the bins of b that every run has been in, and whether that is enough to say that
     there is none."""
 
@@ -129,7 +129,7 @@ def at_the_same_b(left: Sequence[Run], right: Sequence[Run]) -> tuple[Estimate, 
     curves = [[curve(run) for run in side] for side in (left, right)]
     shared = set.intersection(*(set(one) for side in curves for one in side))
     if not shared:
-        return Estimate(math.nan), False
+        return Interval(math.nan), False
     means = [[sum(one[number] for number in shared) / len(shared) for one in side] for side in curves]
     return difference(*means), min(map(len, means)) >= SEEDS
 
@@ -305,7 +305,7 @@ def finals(runs: Sequence[Run]) -> list[float]:
     return [end for end in ends if math.isfinite(end)]
 
 
-def saved(usual: Sequence[Run], other: Sequence[Run]) -> Estimate:
+def saved(usual: Sequence[Run], other: Sequence[Run]) -> Interval:
     """Log of the usual wall-clock less the log of the other's, over the steps that all runs have."""
     times = [
         [dict(zip(*values(run, lambda record: record.wall_clock_s), strict=True)) for run in runs]
@@ -314,5 +314,5 @@ def saved(usual: Sequence[Run], other: Sequence[Run]) -> Estimate:
     shared = set.intersection(*(set(run) for side in times for run in side))
     sums = [[sum(run[step] for step in shared) for run in side] for side in times]
     if not all(total > 0 for side in sums for total in side):
-        return Estimate(math.nan)
+        return Interval(math.nan)
     return difference(*([math.log(total) for total in side] for side in sums))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastadv.arms import arm_to_dict, compare_arms
+from fastadv.intervals import Interval
 from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import ArmRow
 from fastadv.replay.errors import counted, plain
@@ -272,6 +273,8 @@ def jsonable(value: Any) -> Any:
     """The value of plain objects; a number that does not exist is None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Interval):
+        return jsonable(value._asdict())
     if isinstance(value, dict):
         return {key.name if isinstance(key, Outcome) else key: jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastadv.gradproj.statistics import Estimate
+from fastadv.intervals import Interval
 
 SUPPORTED, FALSIFIED, UNDECIDED, NO_DATA = "supported", "falsified", "undecided", "no data"
 
@@ -40,7 +40,7 @@ class Rule:
     null: float = 0.0
     effect: float = 0.0
 
-    def verdict(self, e: Estimate) -> str:
+    def verdict(self, e: Interval) -> str:
         """The verdict; undecided without an interval."""
         if e.low > self.above:
             return SUPPORTED
@@ -54,11 +54,11 @@ class Rule:
 def judged(
     name: str,
     claim: str,
-    found: Mapping[str, tuple[Estimate, Rule]],
+    found: Mapping[str, tuple[Interval, Rule]],
     *,
     falsifiers: Collection[str],
     lacking: Sequence[str] = (),
-    shown: Mapping[str, Estimate] | None = None,
+    shown: Mapping[str, Interval] | None = None,
 ) -> Prediction:
     """A prediction that several statistics decide together.
 
@@ -134,24 +134,24 @@ def student(freedom: float) -> float:
     return STUDENT[whole - 1] if whole <= len(STUDENT) else 1.96 + 2.4 / whole
 
 
-def over_runs(values: Sequence[float]) -> Estimate:
+def over_runs(values: Sequence[float]) -> Interval:
     """Mean over runs with its interval; without one for a single run, which shows no noise between seeds."""
     return difference(values, (0.0, 0.0))
 
 
-def difference(left: Sequence[float], right: Sequence[float]) -> Estimate:
+def difference(left: Sequence[float], right: Sequence[float]) -> Interval:
     """Mean of the left less mean of the right, with Welch's interval over runs."""
     means, errors, freedoms = [], [], []
     for side in (left, right):
         if not side:
-            return Estimate(math.nan)
+            return Interval(math.nan)
         mean = sum(side) / len(side)
         means.append(mean)
         freedoms.append(len(side) - 1)
         errors.append(sum((v - mean) ** 2 for v in side) / len(side) / max(1, len(side) - 1))
     value = means[0] - means[1]
     if not math.isfinite(value) or not all(freedoms):
-        return Estimate(value if math.isfinite(value) else math.nan)
+        return Interval(value if math.isfinite(value) else math.nan)
     squares = sum(e**2 / f for e, f in zip(errors, freedoms, strict=True))
     half = student(sum(errors) ** 2 / squares) * math.sqrt(sum(errors)) if squares else 0.0
-    return Estimate(value, value - half, value + half)
+    return Interval(value, value - half, value + half)
