@@ -64,7 +64,7 @@ def test_compare_takes_arms_that_nobody_had_thought_of(replayed: Path, tmp_path:
     numbers = json.loads(out.read_text())
     assert [arm["name"] for arm in numbers["arms"]] == ["e", "a", "new <b>[red]"]
     assert numbers["arms"][2]["settings"] == {
-        "excludes": ["BUDGET", "FAILED"], "fraction": 0.5, "baseline": "mean", "population": "all",
+        "excludes": ["budget", "failed"], "fraction": 0.5, "baseline": "mean", "population": "all",
         "singleton": "zero", "kappa": 2.0, "seed": 9,
     }  # fmt: skip
     assert {row["scope"] for row in numbers["projections"]["rows"]} == {"all"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fastadv.arms import ARMS, Arm, arm_to_dict, arms_from_yaml, named_arm
 from fastadv.arms.prompt_sums import prompt_sums
+from fastadv.arms.text import arm_settings
 from fastadv.gradproj.gram import SegmentGram
 from fastadv.gradproj.projections import Projections, project
 from fastadv.outcomes import Outcome
@@ -160,10 +161,13 @@ def answer_json(answer: Answer) -> str:
 
 
 def _settings(arm: Arm) -> dict[str, object]:
-    """How an arm is described: outcomes by name, the fields of the first question's arms, and others that are set."""
-    always = {name: getattr(arm, name) for name in ("fraction", "baseline", "population", "singleton", "kappa", "seed")}
-    others = {key: value for key, value in arm_to_dict(arm).items() if key not in ("name", "description")}
-    return {**others, **always, "excludes": [outcome.name for outcome in arm.excludes]}
+    """How an arm is described: the fields of the first question's arms and others that are set, as YAML has them."""
+    always = ("excludes", *NUMBERS, *TEXTS, "seed")
+    return {
+        name: value
+        for name, value in arm_settings(arm).items()
+        if name in always or (name in arm_to_dict(arm) and name != "description")
+    }
 
 
 def chosen_arms(text: str, presets: dict[str, Arm], *, seed: int = 0) -> tuple[Arm, ...]:
