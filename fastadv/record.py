@@ -168,7 +168,8 @@ class StepRecord:
         b_over_sigma: b over the standard deviation of rewards within prompts, which rollouts weight.
         b_over_sigma_by_prompt: each prompt's b over its population standard deviation, where that is not 0.
         subsidy: what running into the cap is paid, in reward: mean over capped, unsolved rollouts of (1 - w) b, w the
-            rollout's weight: b where the arm excludes them and 0 where it leaves them as they are.
+            rollout's weight: b where the arm excludes them and 0 where it leaves them as they are. 0 for an arm that
+            masks nothing by outcome, None for another, where no rollout was capped.
         staleness: of the sampling weights; None: not told.
         wall_clock_s: seconds that the step took.
         kept_s: seconds spent on rollouts that the loss has, sandboxes included.

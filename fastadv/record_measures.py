@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastadv import validation
 from fastadv.arms import Arm, ArmResult
-from fastadv.arms.prompt_sums import PromptSums, prompt_sums
+from fastadv.arms.prompt_sums import PromptSums, prompt_sums, subsidy
 from fastadv.batch import Batch
 from fastadv.monitoring.staleness import ages
 from fastadv.outcomes import Outcome
@@ -52,7 +52,7 @@ def measure(
     sums = prompt_sums(arm, result, batch, statistics)
     reference = prompt_sums(REFERENCE, REFERENCE.apply(batch, statistics), batch, statistics)
     found |= _advantages("arm", sums) | _advantages("reference", reference)
-    found |= _baseline(sums, batch)
+    found |= _baseline(arm, sums, batch)
     if seconds is not None:
         found |= _seconds(batch, result, sampled, seconds)
     if train_version is not None and sampled.versions is not None:
@@ -104,7 +104,7 @@ def _advantages(name: str, s: PromptSums) -> dict[str, Tensor]:
     return {f"{name}/variance": _over(within, total), f"{name}/square": _over(s.squares.sum(), total)}
 
 
-def _baseline(s: PromptSums, batch: Batch) -> dict[str, Tensor]:
+def _baseline(arm: Arm, s: PromptSums, batch: Batch) -> dict[str, Tensor]:
     """The realised baseline, over the batch and over prompts, and what exclusion pays."""
     groups = batch.groups
 
@@ -126,7 +126,7 @@ def _baseline(s: PromptSums, batch: Batch) -> dict[str, Tensor]:
         "mixed_prompts": mixed.sum(),
         "b": overall,
         "b_over_sigma": _over(overall, pooled),
-        "subsidy": _over(s.subsidy.sum(), s.capped.sum()),
+        "subsidy": subsidy(arm, s),
         "excluded_rate": _over((s.rollouts - s.kept).sum(), total),
         "excluded_token_rate": _over((s.tokens - s.kept_tokens).sum(), s.tokens.sum()),
     }

@@ -102,7 +102,8 @@ def test_a_mask_that_does_not_look_at_the_outcome_pays_nothing(population: fa.Ba
         audit = fa.audit(fa.ARMS[name](), population)
         assert audit.kind == fa.ARMS[name]().mask_kind != "outcome"
         assert audit.masked.tolist() == [0.0]
-        assert audit.subsidy.isnan().all()
+        assert audit.subsidy.tolist() == [0.0]
+        assert audit.baseline.isnan().all()
         assert audit.extra.tolist() == [0.0]
     e, grad_j = Enumeration.of(THREE_OUTCOMES, 4), ONE.gradient_of(ONE.rewards)
     skipped = update(Arm("skip", token_weights=TurnMask(skip=(2,))), e) / grad_j

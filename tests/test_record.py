@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastadv as fa
+from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.record import (
     Bucket,
     ByOutcome,
@@ -31,6 +32,7 @@ from fastadv.record import (
 )
 from fastadv.record_file import from_line, last_of_each_step, to_line
 from fastadv.record_measures import measure
+from fastadv.replay.arm_table import arm_row
 
 X = -1  # no version
 ARM = next(arm for arm in fa.question_one_arms() if arm.name == "b")  # mask the capped, all vote, leave-one-out
@@ -46,10 +48,9 @@ def sampled_batch(**more: Any) -> fa.Batch:
         rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, math.nan]),
         group_ids=list("AAAABBB"),
         outcomes=["solved", "failed", "budget", "solved", "solved", "solved", "infra"],
-        capped=torch.tensor([0, 0, 1, 1, 0, 0, 0]).bool(),
         row_ids=torch.arange(10, 17),
         versions=torch.tensor([v for row in versions for v in row]),
-        **more,
+        **{"capped": torch.tensor([0, 0, 1, 1, 0, 0, 0]).bool(), **more},
     )
 
 
@@ -203,6 +204,18 @@ def test_nothing_waits_for_values() -> None:
         )  # fmt: skip
     assert {value.shape for value in found.values()} == {torch.Size([])}
     assert len(found) > 40
+
+
+@pytest.mark.parametrize(("name", "expected"), [("none", 0.0), ("turn-reached", 0.0), ("mask", None)])
+def test_the_subsidy_where_nobody_was_capped(name: str, expected: float | None) -> None:
+    """An arm that masks nothing pays 0; what another would have paid nobody can tell. Record, table and audit agree."""
+    batch, arm = sampled_batch(capped=torch.zeros(7).bool()).take(torch.tensor([0, 1, 4, 5])), fa.ARMS[name]()
+    statistics = arm.freeze(batch)
+    result = arm.apply(batch, statistics)
+    row = arm_row(arm, prompt_sums(arm, result, batch, statistics)).subsidy
+    audited = fa.audit(arm, batch, statistics).over_batch()["subsidy"]
+    assert StepRecord.of(batch, result, statistics, step=0, arm=arm).subsidy == expected
+    assert [None if math.isnan(x) else x for x in (row, audited)] == [expected, expected]
 
 
 def test_a_batch_without_rollouts_has_no_rates() -> None:

@@ -31,7 +31,8 @@ class Audit:
         reward: J, the mean reward of all rollouts.
         spread: sigma, their standard deviation (ddof 0).
         baseline: b, that of the rollouts that the mask is about, on average over their tokens.
-        subsidy: what such a rollout is paid: b times the probability that it is masked.
+        subsidy: what such a rollout is paid: b times the probability that it is masked; 0 where the arm masks nothing
+            by outcome.
         in_sigmas: b / sigma.
         survivors: J / P(X), what it would be paid if survivors alone voted.
         extra: J P(not X) / P(X), how much that is above J.
@@ -100,6 +101,7 @@ def audit(arm: Arm, batch: Batch, statistics: FrozenStatistics | None = None, *,
         rollout_baseline = rollout_means(batch, arm.segments(batch), baselines(arm, batch, frozen))
     missing, of_mask = by_prompt(masked), by_prompt(about)
     baseline = by_prompt(about * rollout_baseline) / of_mask
+    subsidy = by_prompt(masked * rollout_baseline) / of_mask
     kept = 1 - missing / size
     survivors = torch.where(kept > 0, reward / kept, torch.nan)
     return Audit(
@@ -110,7 +112,7 @@ def audit(arm: Arm, batch: Batch, statistics: FrozenStatistics | None = None, *,
         reward=reward,
         spread=spread,
         baseline=baseline,
-        subsidy=by_prompt(masked * rollout_baseline) / of_mask,
+        subsidy=subsidy if arm.mask_kind == "outcome" else torch.zeros_like(subsidy),
         in_sigmas=torch.where(spread > 0, baseline / spread, torch.nan),
         survivors=survivors,
         extra=survivors - reward,

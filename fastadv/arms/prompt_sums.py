@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -78,3 +79,10 @@ def prompt_sums(
         baseline=by_prompt(row_baseline),
         subsidy=by_prompt((batch.outcomes == Outcome.BUDGET) * (1 - result.weights.to(torch.float64)) * row_baseline),
     )
+
+
+def subsidy(arm: Arm, s: PromptSums) -> Tensor:
+    """What running into the cap is paid, 0-d: the mean over capped rollouts. Where there are none, an arm that masks
+    nothing by outcome pays 0 all the same, and of another nobody can tell: NaN."""
+    capped = s.capped.sum()
+    return torch.where(capped > 0, s.subsidy.sum() / capped, math.nan if arm.mask_kind == "outcome" else 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastadv.arms import Arm
-from fastadv.arms.prompt_sums import PromptSums
+from fastadv.arms.prompt_sums import PromptSums, subsidy
 from fastadv.reference.group_advantages import divided
 
 
@@ -48,5 +48,5 @@ def arm_row(arm: Arm, s: PromptSums) -> ArmRow:
         token_factor=_ratio(s.tokens.sum(), s.kept_tokens.sum()),
         sequence_factor=_ratio(s.rollouts.sum(), s.kept.sum()),
         baseline=_ratio(s.baseline.sum(), s.rollouts.sum()),
-        subsidy=_ratio(s.subsidy.sum(), s.capped.sum()),
+        subsidy=float(subsidy(arm, s)),
     )
