@@ -216,6 +216,14 @@ def test_p7_without_spread() -> None:
     assert p7_variance_drop(zero, zero).verdict == NO_DATA
 
 
+def test_p7_of_few_prompts_has_no_interval() -> None:
+    """Fewer than four: resampling them shows nothing, as of every other prediction."""
+    few = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    p = p7_variance_drop(with_squares(few), with_squares(few / 2))
+    assert (p.statistic, p.interval, p.intervals) == ({"variance drop": 0.5}, None, {})
+    assert (p.verdict, p.detail) == (SUPPORTED, "there are too few prompts for an interval")
+
+
 # ---- halves, difficulty, turns, the cap direction --------------------------------------------------------------------
 
 

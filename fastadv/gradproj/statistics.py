@@ -90,6 +90,11 @@ def resamples(prompts: int, draws: int, seed: int) -> Tensor:
     return torch.zeros_like(ones).scatter_add_(1, picks, ones)
 
 
+def all_and(counts: Tensor) -> Tensor:
+    """Each prompt once, and then the resamples of the prompts `[D, n]`: `[1 + D, n]`."""
+    return torch.cat([counts.new_ones(1, counts.shape[1]), counts])
+
+
 def plug_in_draws(products: Tensor, counts: Tensor) -> Tensor:
     """The plug-in of resampled prompts, `[P, D]` from `[P, n, n]` and `[D, n]`: copies meet their copies."""
     return ((counts @ products) * counts).sum(-1)

@@ -8,6 +8,7 @@ Claims and thresholds were written down before any rollouts were looked at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from fastadv.arms import CAPPED, Arm, freeze
 from fastadv.arms.prompt_sums import PromptSums
 from fastadv.batch import Batch
+from fastadv.gradproj.projections import DRAWS
 from fastadv.gradproj.scopes import Weighted
+from fastadv.gradproj.statistics import all_and, bootstrapped, resamples
 from fastadv.outcomes import Outcome
 from fastadv.replay.errors import counted
 from fastadv.replay.gradients import policy_gradients
@@ -29,7 +32,7 @@ P7_SUPPORTED, P7_FALSIFIED = 0.20, 0.10
 
 
 def p7_variance_drop(
-    reference: PromptSums, turn_reached: PromptSums, *, draws: int = 2000, seed: int = 0
+    reference: PromptSums, turn_reached: PromptSums, *, draws: int = DRAWS, seed: int = 0
 ) -> Prediction:
     """P7, offline: the turn-reached baseline cuts the per-token variance of advantages by at least 20 %.
 
@@ -48,21 +51,19 @@ def p7_variance_drop(
     if not float(a.sum()) > 0:
         detail = "no group has a spread of rewards: there is no variance to cut"
         return Prediction("P7", claim, {}, threshold, None, NO_DATA, detail)
-    drop = 1 - float(e.sum() / a.sum())
-    generator = torch.Generator().manual_seed(seed % 2**64)  # any integer
-    picks = torch.randint(0, a.shape[0], (draws, a.shape[0]), generator=generator)
-    sums = a[picks].sum(1)
-    drops = (1 - e[picks].sum(1) / sums)[sums > 0]
-    low, high = torch.quantile(drops, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    counts = all_and(resamples(a.shape[0], draws, seed))  # [1 + D, G]
+    drop, low, high = bootstrapped(1 - counts @ e / (counts @ a))
     verdict = SUPPORTED if drop >= P7_SUPPORTED else FALSIFIED if drop < P7_FALSIFIED else UNDECIDED
     clear = low >= P7_SUPPORTED if verdict == SUPPORTED else high < P7_FALSIFIED if verdict == FALSIFIED else False
-    detail = (
-        "the whole interval is on that side of its threshold"
-        if clear
-        else "the interval reaches over the threshold: more prompts would help"
-    )
-    name, interval = "variance drop", (low, high)
-    return Prediction("P7", claim, {name: drop}, threshold, interval, verdict, detail, {name: interval})
+    if math.isnan(low):
+        detail = "there are too few prompts for an interval"
+    elif clear:
+        detail = "the whole interval is on that side of its threshold"
+    else:
+        detail = "the interval reaches over the threshold: more prompts would help"
+    name, interval = "variance drop", None if math.isnan(low) else (low, high)
+    intervals = {} if interval is None else {name: interval}
+    return Prediction("P7", claim, {name: drop}, threshold, interval, verdict, detail, intervals)
 
 
 # ---- P1 --------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from fastadv.gradproj.scopes import partition
 from fastadv.gradproj.statistics import (
     PLUG_IN,
     U_STATISTIC,
+    all_and,
     bootstrapped,
     plug_in_draws,
     prompt_products,
@@ -39,11 +40,6 @@ P2_ELASTICITY = Rule(above=0.1, null=0.1, effect=0.5)  # 1: the norm is proporti
 P4_GAP = Rule(above=0.0, null=0.0, effect=0.01)  # reward
 P4_SLOPE = Rule(above=0.0, null=0.0, effect=0.05)  # reward per unit of the cap rate
 P5_SEPARATION = Rule(above=0.5, null=0.5, effect=0.55)  # 0.5: turns tell nothing about the outcome
-
-
-def _all_and(counts: Tensor) -> Tensor:
-    """Each prompt once, and then the resamples of the prompts `[D, n]`: `[1 + D, n]`."""
-    return torch.cat([counts.new_ones(1, counts.shape[1]), counts])
 
 
 # ---- P2 --------------------------------------------------------------------------------------------------------------
@@ -93,7 +89,7 @@ def norm_elasticity(
     inner, row = gram.gram.cpu(), gram.rows.cpu()
     prompts, n = rollouts.groups.index[row], rollouts.groups.num_groups
     counts = resamples(n, draws, seed)
-    everything = _all_and(counts)  # [1 + D, n]
+    everything = all_and(counts)  # [1 + D, n]
     with_mask, without = (arm_weights(arm, rollouts).coefficients(gram) for arm in (masked, reference))
     difficulty = partition(rollouts, seed).difficulty
     subsets = [k for k in range(len(DIFFICULTIES) - 1) if bool((difficulty == k).any())]
@@ -156,7 +152,7 @@ def p4_amplification(all_vote: PromptSums, survivors: PromptSums, *, draws: int 
     gap = torch.where(capped, (survivors.subsidy - all_vote.subsidy) / all_vote.capped, 0.0)  # [G]
     rate = all_vote.capped / all_vote.rollouts
     n = gap.shape[0]
-    everything = _all_and(resamples(n, draws, seed))
+    everything = all_and(resamples(n, draws, seed))
     weights = everything * torch.where(capped, all_vote.rollouts, 0.0)  # [1 + D, G]
     found = {
         "gap": (bootstrapped((weights * gap).sum(1) / weights.sum(1)), P4_GAP),
@@ -230,7 +226,7 @@ def p5_separation(pairs: TurnPairs, *, draws: int = DRAWS, seed: int = 0) -> Pre
     if not bool(pairs.failed.any()):
         return no_data("P5", claim, "no prompt has both a solved rollout and a submitted failure")
     n = pairs.failed.shape[0]
-    everything = _all_and(resamples(n, draws, seed))
+    everything = all_and(resamples(n, draws, seed))
     longer = bootstrapped(everything @ pairs.failed_longer / (everything @ pairs.failed))
     any_ = bootstrapped(everything @ pairs.unsolved_longer / (everything @ pairs.unsolved))
     found = {"failed takes longer": (longer, P5_SEPARATION)}
