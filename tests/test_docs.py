@@ -44,6 +44,15 @@ def test_named_files_and_targets_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_every_op_has_one_page() -> None:
+    """A page's title names the ops that it is about."""
+    titles = [page.read_text().partition("\n")[0] for page in (ROOT / "docs" / "ops").glob("*.md")]
+    described = sorted(name for title in titles for name in title.removeprefix("# ").split(", "))
+    public = [(name, getattr(home, name)) for home in (fa, fa.gradproj) for name in home.__all__]
+    ops = {name for name, value in public if inspect.isfunction(value) and value.__module__.startswith("fastadv.ops.")}
+    assert described == sorted(ops)
+
+
 # Each row of the README's table, and the committed comparison that it quotes.
 QUOTED = {
     "ppo kernel (loss, gradient, metrics) against verl's eager forward and backward": (
