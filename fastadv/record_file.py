@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import json
+import math
 import os
 import warnings
 from pathlib import Path
@@ -37,7 +38,7 @@ def from_line(line: str) -> StepRecord:
         ValueError: a line that is not JSON, another schema, a field that is missing or of another type.
     """
     try:
-        values = json.loads(line, parse_constant=_no_number, object_pairs_hook=_once)
+        values = json.loads(line, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_once)
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
     if not isinstance(values, dict):
@@ -52,7 +53,12 @@ def from_line(line: str) -> StepRecord:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON; write null")
+    raise ValueError(f"{text} is no finite number; write null")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)  # 1e999
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -202,8 +208,13 @@ def read_records(path: str | Path) -> list[StepRecord]:
         try:
             records.append(from_line(line.decode()))
         except ValueError as error:
-            raise RecordError(f"{path}, line {number}: {error}") from error
+            raise RecordError(f"{path}, line {number}: {_short(str(error))}") from error
     return records
+
+
+def _short(message: str) -> str:
+    """A message without the middle of the names that a hostile line may have in it."""
+    return message if len(message) <= 400 else f"{message[:200]}…{message[-150:]}"
 
 
 def last_of_each_step(records: list[StepRecord]) -> list[StepRecord]:

@@ -16,9 +16,11 @@ from step_records import ARMS, record, run
 import fastadv as fa
 from fastadv.arms.text import arm_settings
 from fastadv.record import Bucket, ByOutcome, LongCorrect, RecordedStaleness, StepRecord
+from fastadv.record_file import to_line
+from fastadv.replay.errors import ReplayError
 from fastadv.replay.plots import label
 from fastadv.replay.record_plots import NamedRun, long_correct_totals, rates_of_change, record_figures
-from fastadv.replay.record_report import report, role_of
+from fastadv.replay.record_report import record_page, record_tables, report, role_of
 
 HOSTILE = "<script>alert(1)</script>--><b>$x$ [red]é"
 
@@ -118,6 +120,21 @@ def test_text_of_a_record_stays_text(tmp_path: Path) -> None:
     assert "[red]" in done.stdout
     assert label(HOSTILE) == "?script?alert(1)?/script?-??b??x? ?red??"
     assert label("__") == "?"
+
+
+def test_long_names_do_not_fill_the_screen(tmp_path: Path) -> None:
+    long = [replace(one, arm="a" * 10**5, run="r" * 10**5) for one in run(2)]
+    found = report([written(tmp_path / "long.jsonl", long)])
+    assert found.runs[0].arm == "a" * 10**5
+    for text in (str(record_tables(found)), record_page(found)):
+        assert "a" * 79 + "…" in text
+        assert "a" * 80 not in text
+        assert "r" * 80 not in text
+    line = to_line(record()).replace('"step"', f'"{"k" * 10**5}": 1, "{"k" * 10**5}": 1, "step"', 1)
+    (tmp_path / "twice.jsonl").write_text(line + "\n")
+    with pytest.raises(ReplayError, match=r"line 1: field 'kk+…k+' is there twice") as raised:
+        report([tmp_path / "twice.jsonl"])
+    assert len(str(raised.value)) < 1000
 
 
 def test_the_rate_of_change_against_b() -> None:

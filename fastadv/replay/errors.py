@@ -15,6 +15,14 @@ def plain(text: str) -> str:
     return "".join(" " if unicodedata.category(c) in _CONTROLS else c for c in text)
 
 
+LONGEST_NAME = 80
+
+
+def short(name: str) -> str:
+    """An untrusted name in one line, as `plain`, its end left out where it would fill a screen."""
+    return plain(name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…")
+
+
 # Controls, formats (which turn text around), surrogates, private and unassigned characters, line and paragraph ends.
 _CONTROLS = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 

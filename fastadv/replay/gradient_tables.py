@@ -9,7 +9,7 @@ from fastadv.gradproj.scopes import TURN_NAMES
 from fastadv.gradproj.statistics import PLUG_IN, U_STATISTIC, Comparison
 from fastadv.intervals import Interval
 from fastadv.monitoring.difficulty import DIFFICULTIES
-from fastadv.replay.errors import plain
+from fastadv.replay.errors import short
 from fastadv.replay.gradients import GradientRow
 from fastadv.replay.tables import Table, number
 
@@ -43,7 +43,7 @@ def _noise_floor(value: float, reference: str) -> str:
 
 def flat_tables(gradients: list[GradientRow], noise_floor: float | None) -> list[Table]:
     """What flat gradients give: one number each."""
-    reference = plain(gradients[0].arm)
+    reference = short(gradients[0].arm)
     caption = f"Each arm's gradient g against g_a, that of arm ({reference}). {MEANING}"
     caption += "" if noise_floor is None else _noise_floor(noise_floor, reference)
     found = [_flat_table(TITLE, caption, gradients, ("all",))]
@@ -60,7 +60,7 @@ def _part_caption(what: str) -> str:
 def _flat_table(title: str, caption: str, gradients: list[GradientRow], scopes: tuple[str, ...]) -> Table:
     names = [name for name in QUANTITIES if name not in ("explained", "alignment")]
     rows = [
-        [row.scope, plain(row.arm), *(number(getattr(row, name), 4 if name == "cosine" else 3) for name in names)]
+        [row.scope, short(row.arm), *(number(getattr(row, name), 4 if name == "cosine" else 3) for name in names)]
         for scope in scopes
         for row in gradients
         if row.scope == scope
@@ -104,7 +104,7 @@ def _side_by_side(found: dict[tuple[str, str, str], Comparison]) -> list[list[st
                 # A slope's denominator may be noise around 0: without an interval it says nothing.
                 silent = name == "cap_slope" and not math.isfinite(batch.low)
                 first = "–" if silent else number(batch.value)
-                rows.append([plain(arm), shown, first, interval(batch), value, interval(population)])
+                rows.append([short(arm), shown, first, interval(batch), value, interval(population)])
     return rows
 
 
@@ -116,13 +116,13 @@ def interval(e: Interval) -> str:
 def _part_row(scope: str, arm: str, c: Comparison, u: Comparison) -> list[str]:
     shown = [number(c.cosine.value, 4), *(number(e.value) for e in (c.difference, c.explained))]
     known = math.isfinite(u.alignment.low)
-    return [scope, plain(arm), *shown, f"{number(u.alignment.value)}, {interval(u.alignment)}" if known else "–"]
+    return [scope, short(arm), *shown, f"{number(u.alignment.value)}, {interval(u.alignment)}" if known else "–"]
 
 
 def _caption(projections: Projections, reference: str) -> str:
-    signal, floor = projections.signal, _noise_floor(projections.noise_floor, plain(reference))
+    signal, floor = projections.signal, _noise_floor(projections.noise_floor, short(reference))
     return (
-        f"Each arm's gradient g against g_a, that of arm ({plain(reference)}). plug-in: as they are in these rollouts. "
+        f"Each arm's gradient g against g_a, that of arm ({short(reference)}). plug-in: as they are in these rollouts. "
         "U-statistic: from pairs of different prompts alone, so that no prompt's noise counts as agreement: what the "
         "rollouts say about the policy. Its cosines may come out beyond 1, and it is – where noise is all there is. "
         f"Intervals are 95 %, by a bootstrap over {projections.prompts:,} prompts; – where an end is open, and then no "

@@ -11,7 +11,7 @@ from pathlib import Path
 from fastadv.arms import CAPPED, arm_from_dict
 from fastadv.record import StepRecord
 from fastadv.record_file import RecordError, last_of_each_step, read_records
-from fastadv.replay.errors import ReplayError, counted, plain
+from fastadv.replay.errors import ReplayError, counted, plain, short
 from fastadv.replay.page import filled
 from fastadv.replay.predictions_runs import Run, end_of, p3_drift, p4_drift, p5_signature, p6_rescue, values
 from fastadv.replay.record_plots import QUANTITIES, NamedRun, record_figures
@@ -164,13 +164,13 @@ def record_tables(found: RecordReport) -> list[Table]:
         seconds = sum(values(records, lambda r: r.wall_clock_s)[1])
         about.append(
             [
-                plain(run.file), plain(run.arm), plain(run.run) or "–", run.role or "–",
+                plain(run.file), short(run.arm), short(run.run) or "–", run.role or "–",
                 f"{records[0].step:,} to {last.step:,}", f"{sum(r.rollouts for r in records):,}",
                 f"{sum(r.tokens for r in records):,}", significant(seconds / 3600) if seconds else "–",
                 last.statistics_hash[:16] if last.statistics_hash else "–",
             ]
         )  # fmt: skip
-        cells = [plain(run.file), plain(run.arm)]
+        cells = [plain(run.file), short(run.arm)]
         for quantity in QUANTITIES:
             end = end_of(records, quantity.number)
             cells.append(percent(end) if quantity.title.endswith("rate") else significant(end))

@@ -15,7 +15,7 @@ from fastadv.arms import arm_to_dict, compare_arms
 from fastadv.intervals import Interval
 from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import ArmRow
-from fastadv.replay.errors import counted, plain
+from fastadv.replay.errors import counted, plain, short
 from fastadv.replay.gradient_tables import flat_tables, projection_tables
 from fastadv.replay.pipeline import Agreement, ReplayResult
 from fastadv.replay.predictions import P7_SUPPORTED
@@ -94,7 +94,7 @@ def _census(result: ReplayResult) -> Table:
 def _prompts(result: ReplayResult) -> Table:
     numbered = sorted(enumerate(result.prompts, 1), key=lambda p: (-min(p[1].counts[0], sum(p[1].counts[1:])), p[0]))
     rows = [
-        [str(i), plain(p.label), *(str(c) for c in p.counts), number(p.mean_reward)]
+        [str(i), short(p.label), *(str(c) for c in p.counts), number(p.mean_reward)]
         for i, p in numbered[:PROMPTS_SHOWN]
     ]
     spread = sum(0 < p.counts[0] < sum(p.counts) for p in result.prompts)
@@ -107,7 +107,7 @@ def arms_table(arms: list[ArmRow], remark: str) -> Table:
     """What each arm makes of advantages; `remark` ends the caption."""
     rows = [
         [
-            plain(arm.name),
+            short(arm.name),
             plain(arm.description),
             number(arm.second_moment, 4),
             number(arm.variance, 4),
@@ -203,7 +203,7 @@ def _meaning(p: Prediction) -> str:
 
 def _reference(result: ReplayResult) -> str:
     """The arm that the others are held against."""
-    return plain(result.arms[0].name)
+    return short(result.arms[0].name)
 
 
 def warnings(result: ReplayResult) -> list[str]:
@@ -247,7 +247,7 @@ def remarks(result: ReplayResult) -> list[str]:
             found.append(f"{where}arms and gradients refused: {plain(f.refused)}")
     found += [plain(note) for note in result.policy_notes]
     for arm in result.options.arms:
-        found += [plain(f"arm {arm.name}: {flag}") for flag in arm.flags]
+        found += [f"arm {short(arm.name)}: {flag}" for flag in arm.flags]
         found += filter(None, [plain(compare_arms(result.options.arms[0], arm).report)])
     if result.agreement is not None and result.agreement.mean_difference < SAME_POLICY:
         found.append(_agreement(result.agreement))
