@@ -55,7 +55,7 @@ class Rollouts:
             segments=segments,
             lengths=100 * turns,
             observations=observations,
-            anchors=fa.anchor_groups(observations, index, segments),
+            anchors=fa.estimators.anchor_groups(observations, index, segments),
             step_rewards=torch.randint(0, 2, (segments.count,), generator=g).float(),
         )
 

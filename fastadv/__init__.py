@@ -1,7 +1,7 @@
 """fastadv: the advantage-and-loss step of RL post-training for LLM agents, as exact fused kernels with PyTorch
 references."""
 
-from fastadv import gradproj, monitoring
+from fastadv import arms, coins, divisors, estimators, gradproj, monitoring, statuses
 from fastadv.arms import (
     ARMS,
     Arm,
@@ -9,7 +9,6 @@ from fastadv.arms import (
     ArmResult,
     Audit,
     Known,
-    NamedArm,
     arm_from_dict,
     arm_to_dict,
     arms_from_yaml,
@@ -18,13 +17,11 @@ from fastadv.arms import (
     compare_arms,
     freeze,
     named_arm,
-    question_one_arms,
 )
 from fastadv.batch import Batch, TokenIds, pad, unpad
-from fastadv.coins import RescueSampler, RescueStatistics, exclusion_weights, in_any_row, keep, rescue_weights
+from fastadv.coins import RescueSampler, keep
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
-from fastadv.divisors import DIVISORS, Divisor, divisor
-from fastadv.estimators import ESTIMATORS, Estimate, Estimator, anchor_groups, estimate, similar_anchors
+from fastadv.estimators import ESTIMATORS, estimate
 from fastadv.groups import GroupIndex, group_index
 from fastadv.losses import KL, PRESETS, Correction, LossConfig, SequenceMask
 from fastadv.matched_update import MatchedUpdate, UpdateNorm, matched_update, update_norms
@@ -52,7 +49,6 @@ from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rewards import soft_overlong_penalty, stop_properly_penalty, truncation_mask, zero_on_cap
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
-from fastadv.statuses import derived_endings, ending, endings, flagged_endings
 from fastadv.token_index import TokenIndex, token_index
 from fastadv.validation import checks
 
@@ -60,7 +56,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ARMS",
-    "DIVISORS",
     "ESTIMATORS",
     "KL",
     "PRESETS",
@@ -73,24 +68,19 @@ __all__ = [
     "Census",
     "Correction",
     "Denominators",
-    "Divisor",
     "Ending",
-    "Estimate",
-    "Estimator",
     "FrozenStatistics",
     "GroupIndex",
     "Known",
     "LossConfig",
     "LossOutput",
     "MatchedUpdate",
-    "NamedArm",
     "Outcome",
     "Outcomes",
     "RecordError",
     "RecordWriter",
     "Regime",
     "RescueSampler",
-    "RescueStatistics",
     "Sampler",
     "SegmentTable",
     "Segments",
@@ -102,32 +92,28 @@ __all__ = [
     "TokenLogProbs",
     "TokenReturns",
     "UpdateNorm",
-    "anchor_groups",
     "arm_from_dict",
     "arm_to_dict",
+    "arms",
     "arms_from_yaml",
     "arms_to_yaml",
     "audit",
     "backends",
     "census",
     "checks",
+    "coins",
     "compare_arms",
     "covariance_selection",
     "denominators",
-    "derived_endings",
-    "divisor",
-    "ending",
-    "endings",
+    "divisors",
     "estimate",
-    "exclusion_weights",
-    "flagged_endings",
+    "estimators",
     "freeze",
     "freeze_statistics",
     "global_norm",
     "gradproj",
     "group_advantages",
     "group_index",
-    "in_any_row",
     "keep",
     "last_backend",
     "linear_log_probs",
@@ -140,17 +126,15 @@ __all__ = [
     "outcomes_of",
     "pad",
     "policy_loss",
-    "question_one_arms",
     "read_records",
     "regime",
-    "rescue_weights",
     "score_centering_loss",
     "segment_tokens",
     "segments",
     "sequence_log_ratios",
-    "similar_anchors",
     "singleton_rows",
     "soft_overlong_penalty",
+    "statuses",
     "stop_properly_penalty",
     "token_counts",
     "token_index",

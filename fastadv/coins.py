@@ -164,7 +164,7 @@ def rescue_weights(seed: int, group_ids: Ids, stale: Tensor, keep_probability: f
     adds groups.
 
     The weights go where `policy_loss` takes them (`weights=`), after advantages are normalised: as a multiplier of
-    rewards 1/a cancels in the standard deviation. The divisor stays that of all candidates (`fastadv.divisor`).
+    rewards 1/a cancels in the standard deviation. The divisor stays that of all candidates (`divisors.divisor`).
 
     Args:
         seed: any integer.
@@ -192,7 +192,7 @@ def rescue_weights(seed: int, group_ids: Ids, stale: Tensor, keep_probability: f
             row = int(mixed_rows.nonzero()[0])
             raise ValueError(
                 f"rescue_weights: group {_label(group_ids, row)!r} is stale in some rows and fresh in row {row}; a "
-                "group is kept or dropped whole: stale=fa.in_any_row(group_ids, stale)"
+                "group is kept or dropped whole: stale=fa.coins.in_any_row(group_ids, stale)"
             )
     return weights_of(stale, kept, 1 / keep_probability).to(torch.float32)
 

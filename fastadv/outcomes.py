@@ -88,7 +88,7 @@ def outcomes_of(
     FAILED, VOID and UNKNOWN among it.
 
     Args:
-        endings: `[B]` integers, see Ending; `fastadv.endings` makes them from a trainer's status fields.
+        endings: `[B]` integers, see Ending; `fastadv.statuses.endings` makes them from a trainer's status fields.
         rewards: `[B]`, NaN where there is none.
         solved_above: a rollout with a reward above this is solved.
         timeout: what running out of wall-clock time is. INFRA: the machine was slow, and the reward says nothing.

@@ -21,7 +21,7 @@ class StatusTable:
         statuses: what it can be, as its owner writes it. Empty: the system has none, `note` says what to do.
         source: where its owner writes it, and in which revision.
         note: what the table leaves open.
-        flags: the statuses are names of boolean fields, for `fastadv.flagged_endings`; the first that is set counts.
+        flags: the statuses are names of boolean fields, for `statuses.flagged_endings`; the first that is set counts.
         exceptions: any name that ends in Error or Exception is one too, an ERROR.
     """
 
@@ -62,13 +62,13 @@ SYSTEMS: dict[str, StatusTable] = {
         },
         "verl/workers/rollout/vllm_rollout/vllm_async_server.py, rollout/schemas.py:FinishReasonTypeEnum @1dda039b9",
         "the vLLM server writes completed for stop and for length, and agent loops pass no reason on: "
-        "fastadv.derived_endings tells caps by lengths and turns",
+        "statuses.derived_endings tells caps by lengths and turns",
     ),
     "verl-agent": StatusTable(
         "none",
         {},
         "agent_system/multi_turn_rollout/rollout_loop.py:vanilla_multi_turn_loop @d501621",
-        "the loop ends at env.max_steps without a flag: fastadv.derived_endings with max_turns",
+        "the loop ends at env.max_steps without a flag: statuses.derived_endings with max_turns",
     ),
     "slime": StatusTable("Sample.status", _SAMPLE_STATUS, "slime/utils/types.py:Sample.Status @624b824a8", _TRUNCATED),
     "miles": StatusTable("Sample.status", _SAMPLE_STATUS, "miles/utils/types.py:Sample.Status @31f1ca961", _TRUNCATED),
@@ -108,7 +108,7 @@ SYSTEMS: dict[str, StatusTable] = {
         "none",
         {},
         "verl/trainer/ppo/core_algos.py of agentica's rllm",
-        "mask_truncated_samples compares the response with its window: fastadv.derived_endings with max_length",
+        "mask_truncated_samples compares the response with its window: statuses.derived_endings with max_length",
     ),
     "prime-rl": StatusTable(
         "trace.stop_condition",
@@ -140,7 +140,7 @@ SYSTEMS: dict[str, StatusTable] = {
         },
         "skyrl/train/generators/skyrl_gym_generator.py, examples/train_integrations/harbor/harbor_generator.py "
         "@a9564572e",
-        "a turn cap ends with the engine's own reason: fastadv.derived_endings with max_turns",
+        "a turn cap ends with the engine's own reason: statuses.derived_endings with max_turns",
     ),
     "skyrl-agent": StatusTable(
         "finish_reason",
@@ -157,7 +157,7 @@ SYSTEMS: dict[str, StatusTable] = {
         "none",
         {},
         "trl/trainer/grpo_trainer.py @f2cd57710",
-        "mask_truncated_completions looks at the last token: fastadv.derived_endings with last_ids and end_ids",
+        "mask_truncated_completions looks at the last token: statuses.derived_endings with last_ids and end_ids",
     ),
     "openrlhf": StatusTable(
         "Experience.truncated",

@@ -40,7 +40,7 @@ def ending(system: str, status: Status, *, strict: bool = True) -> Ending:
 
 
 def endings(system: str, statuses: Sequence[Status], *, strict: bool = True) -> Tensor:
-    """The Endings of a batch, see `fastadv.ending`.
+    """The Endings of a batch, see `fastadv.statuses.ending`.
 
     Args:
         system: whose statuses they are.
@@ -51,7 +51,7 @@ def endings(system: str, statuses: Sequence[Status], *, strict: bool = True) -> 
         `[B]` int64, values of Ending, as `Batch.of` and `outcomes_of` take them.
 
     Raises:
-        ValueError, TypeError: as of `fastadv.ending`, naming the row; statuses that are no list.
+        ValueError, TypeError: as of `fastadv.statuses.ending`, naming the row; statuses that are no list.
     """
     table, known, result = _table("endings", system), dict[tuple[type, Status], Ending](), []
     for row, status in enumerate(listed("endings", "statuses", statuses)):

@@ -10,7 +10,7 @@ import fastadv as fa
 from fastadv.arms.text import arm_settings
 from fastadv.record import ByOutcome, Counts, Spread, StepRecord
 
-ARMS = {arm.name: arm for arm in fa.question_one_arms()}
+ARMS = {arm.name: arm for arm in fa.arms.question_one_arms()}
 
 
 def record(step: int = 0, arm: str = "a", **changes: Any) -> StepRecord:

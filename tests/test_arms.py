@@ -160,7 +160,7 @@ def test_the_coins_of_groups_are_a_function_of_their_ids() -> None:
         for known in ({"group_ids": names}, {}):
             whole = replace(rescue, seed=seed).apply(batch, None, known=fa.Known(stale=stale, **known)).weights
             if known:
-                assert torch.equal(whole.float(), fa.rescue_weights(seed, names, stale, 0.5))
+                assert torch.equal(whole.float(), fa.coins.rescue_weights(seed, names, stale, 0.5))
             part = {"group_ids": names[4:]} if known else {}
             second = batch.take(torch.arange(4, 8))
             again = replace(rescue, seed=seed).apply(second, None, known=fa.Known(stale=stale[4:], **part)).weights

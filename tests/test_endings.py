@@ -64,7 +64,7 @@ W, X, A, V, U = Ending.TIMEOUT, Ending.ERROR, Ending.ABORTED, Ending.VOID, Endin
     ],
 )
 def test_what_each_systems_statuses_stand_for(system: str, statuses: str, expected: tuple[Ending, ...]) -> None:
-    assert fa.endings(system, statuses.split()).tolist() == list(expected)
+    assert fa.statuses.endings(system, statuses.split()).tolist() == list(expected)
 
 
 @pytest.mark.row(1)
@@ -96,12 +96,12 @@ class Reason(enum.Enum):
 
 
 def test_members_of_enumerations_case_and_text_after_a_colon() -> None:
-    assert fa.ending("rllm", Reason.ENV_DONE) == E  # by value
-    assert fa.ending("roll", Reason.MAX_LENGTH) == L  # by name, where the value is a number
-    assert fa.ending("rllm", "ENV_DONE") == E
-    assert fa.ending("skyrl-agent", "error: connection refused") == X
-    assert fa.ending("mini-swe-agent", "litellm.APIError: 503") == X
-    assert isinstance(fa.ending("rllm", "timeout"), Ending)
+    assert fa.statuses.ending("rllm", Reason.ENV_DONE) == E  # by value
+    assert fa.statuses.ending("roll", Reason.MAX_LENGTH) == L  # by name, where the value is a number
+    assert fa.statuses.ending("rllm", "ENV_DONE") == E
+    assert fa.statuses.ending("skyrl-agent", "error: connection refused") == X
+    assert fa.statuses.ending("mini-swe-agent", "litellm.APIError: 503") == X
+    assert isinstance(fa.statuses.ending("rllm", "timeout"), Ending)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_members_of_enumerations_case_and_text_after_a_colon() -> None:
     ],
 )
 def test_names_of_exceptions(status: str, expected: Ending) -> None:
-    assert fa.ending("mini-swe-agent", status) == expected
-    assert fa.ending("mini-swe-agent", status.lower()) == expected
+    assert fa.statuses.ending("mini-swe-agent", status) == expected
+    assert fa.statuses.ending("mini-swe-agent", status.lower()) == expected
 
 
 def test_a_sentence_is_no_exception() -> None:
     for text in ("There was an Error", "Submitted.", ": Submitted"):
         with pytest.raises(ValueError, match="mini-swe-agent writes 'Submitted'"):
-            fa.ending("mini-swe-agent", text)
+            fa.statuses.ending("mini-swe-agent", text)
 
 
 class Stop(enum.IntEnum):
@@ -136,42 +136,42 @@ class Generate(enum.IntEnum):
 
 def test_members_of_two_enumerations_with_equal_numbers() -> None:
     members = [Stop.FINISH, Generate.MAX_LENGTH, Stop.ABORT, Generate.FINISH]
-    assert fa.endings("roll", members).tolist() == [S, L, A, S]
+    assert fa.statuses.endings("roll", members).tolist() == [S, L, A, S]
 
 
 def test_what_is_no_list_of_statuses() -> None:
     for bad in ("stop", {"stop"}, {"stop": 1}, None, 3):
         with pytest.raises(TypeError, match=f"statuses is a {type(bad).__name__}; pass a list"):
-            fa.endings("vllm", bad, strict=False)  # type: ignore[arg-type]
-    assert fa.endings("vllm", np.array(["STOP", "length"])).tolist() == [S, L]  # type: ignore[arg-type]
+            fa.statuses.endings("vllm", bad, strict=False)  # type: ignore[arg-type]
+    assert fa.statuses.endings("vllm", np.array(["STOP", "length"])).tolist() == [S, L]  # type: ignore[arg-type]
     for system in (None, ["vllm"], b"vllm"):
         with pytest.raises(TypeError, match=f"system is a {type(system).__name__}; pass the name"):
-            fa.ending(system, "stop")  # type: ignore[arg-type]
+            fa.statuses.ending(system, "stop")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'vLLM' \(did you mean 'vllm'\?\)"):
-        fa.ending("vLLM", "stop")
+        fa.statuses.ending("vLLM", "stop")
 
 
 def test_what_is_in_no_table() -> None:
     with pytest.raises(
         ValueError, match=r"'trunctated' \(did you mean 'truncated'\?\); miles writes 'completed', 'trun"
     ):
-        fa.ending("miles", "trunctated")
+        fa.statuses.ending("miles", "trunctated")
     with pytest.raises(ValueError, match="row 1: status is 'done'; slime writes"):
-        fa.endings("slime", ["completed", "done", "done"])
+        fa.statuses.endings("slime", ["completed", "done", "done"])
     with pytest.raises(ValueError, match="status is None"):
-        fa.ending("vllm", None)
+        fa.statuses.ending("vllm", None)
     with pytest.raises(ValueError, match=r"status is 'xxx.*'\.\.\.; vllm"):
-        fa.ending("vllm", "x" * 1000)
+        fa.statuses.ending("vllm", "x" * 1000)
     with pytest.raises(ValueError, match=r"system is 'vlm' \(did you mean 'vllm'\?\); it must be one of vllm, sglang"):
-        fa.ending("vlm", "stop")
+        fa.statuses.ending("vlm", "stop")
     with pytest.raises(ValueError, match=r"verl-agent writes no status; .*derived_endings with max_turns"):
-        fa.ending("verl-agent", "done", strict=False)
+        fa.statuses.ending("verl-agent", "done", strict=False)
     with pytest.raises(TypeError, match="row 0: status is a int"):
-        fa.endings("vllm", [3])  # type: ignore[list-item]
+        fa.statuses.endings("vllm", [3])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="status is a list"):
-        fa.endings("vllm", [["stop"]])  # type: ignore[list-item]
-    assert fa.endings("prime-rl", ["stop_bash", None, "error"], strict=False).tolist() == [U, U, X]
-    assert fa.endings("vllm", []).tolist() == []
+        fa.statuses.endings("vllm", [["stop"]])  # type: ignore[list-item]
+    assert fa.statuses.endings("prime-rl", ["stop_bash", None, "error"], strict=False).tolist() == [U, U, X]
+    assert fa.statuses.endings("vllm", []).tolist() == []
 
 
 def test_flags() -> None:
@@ -181,71 +181,71 @@ def test_flags() -> None:
         "max_turns_reached": most_turns,
         "truncated": truncated,
     }
-    assert fa.flagged_endings("nemo-rl", flags).tolist() == [L, L, T, E, S]
-    assert fa.flagged_endings("openrlhf", {"truncated": truncated}).tolist() == [L, L, S, S, S]
+    assert fa.statuses.flagged_endings("nemo-rl", flags).tolist() == [L, L, T, E, S]
+    assert fa.statuses.flagged_endings("openrlhf", {"truncated": truncated}).tolist() == [L, L, S, S, S]
     with pytest.raises(ValueError, match=r"'miles' has no flags, but Sample\.status; systems with flags are nemo-rl"):
-        fa.flagged_endings("miles", flags)
+        fa.statuses.flagged_endings("miles", flags)
     with pytest.raises(ValueError, match="knows no flag 'void'; it has exceed_mask, void_mask"):
-        fa.flagged_endings("mini-o3", {"void": truncated})
+        fa.statuses.flagged_endings("mini-o3", {"void": truncated})
     with pytest.raises(ValueError, match="needs a flag"):
-        fa.flagged_endings("mini-o3", {})
+        fa.statuses.flagged_endings("mini-o3", {})
     with pytest.raises(ValueError, match=r"truncated has shape \[2\]; expected \[5\]"):
-        fa.flagged_endings("nemo-rl", {**flags, "truncated": truncated[:2]})
+        fa.statuses.flagged_endings("nemo-rl", {**flags, "truncated": truncated[:2]})
     with pytest.raises(ValueError, match=r"truncated has shape \[1, 5\]; expected \[B\]"):
-        fa.flagged_endings("nemo-rl", {"truncated": truncated[None]})
+        fa.statuses.flagged_endings("nemo-rl", {"truncated": truncated[None]})
     with pytest.raises(TypeError, match="flags is a list; pass a dict"):
-        fa.flagged_endings("nemo-rl", [truncated])  # type: ignore[arg-type]
+        fa.statuses.flagged_endings("nemo-rl", [truncated])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="truncated has dtype"):
-        fa.flagged_endings("nemo-rl", {"truncated": truncated.int()})
+        fa.statuses.flagged_endings("nemo-rl", {"truncated": truncated.int()})
 
 
 def test_endings_that_nobody_logs() -> None:
     lengths, turns = torch.tensor([8, 5, 8, 3]), torch.tensor([4, 4, 1, 1])
-    assert fa.derived_endings(lengths, max_length=8).tolist() == [L, S, L, S]
-    assert fa.derived_endings(lengths, turns=turns, max_turns=4).tolist() == [T, T, S, S]
-    assert fa.derived_endings(lengths, max_length=8, turns=turns, max_turns=4).tolist() == [L, T, L, S]
+    assert fa.statuses.derived_endings(lengths, max_length=8).tolist() == [L, S, L, S]
+    assert fa.statuses.derived_endings(lengths, turns=turns, max_turns=4).tolist() == [T, T, S, S]
+    assert fa.statuses.derived_endings(lengths, max_length=8, turns=turns, max_turns=4).tolist() == [L, T, L, S]
     num_turns = torch.tensor([8, 2, 6])  # verl's: four, one and three replies of the model
-    assert fa.derived_endings(lengths[:3], turns=num_turns // 2, max_turns=4).tolist() == [T, S, S]
+    assert fa.statuses.derived_endings(lengths[:3], turns=num_turns // 2, max_turns=4).tolist() == [T, S, S]
     last = torch.tensor([2, 9, 0, 7])  # 2 ends a reply, 0 is padding
-    assert fa.derived_endings(lengths, last_ids=last, end_ids=(2, 0)).tolist() == [S, L, S, L]
+    assert fa.statuses.derived_endings(lengths, last_ids=last, end_ids=(2, 0)).tolist() == [S, L, S, L]
 
 
 def test_what_nothing_can_be_derived_from() -> None:
     lengths = torch.tensor([8, 5])
     with pytest.raises(ValueError, match="pass max_length, turns and max_turns, or last_ids"):
-        fa.derived_endings(lengths)
+        fa.statuses.derived_endings(lengths)
     with pytest.raises(ValueError, match="turns and max_turns come together"):
-        fa.derived_endings(lengths, max_length=8, max_turns=4)
+        fa.statuses.derived_endings(lengths, max_length=8, max_turns=4)
     with pytest.raises(ValueError, match="last_ids and end_ids come together"):
-        fa.derived_endings(lengths, last_ids=lengths)
+        fa.statuses.derived_endings(lengths, last_ids=lengths)
     with pytest.raises(ValueError, match=r"lengths\[0\] is 8, more than max_length 7"):
-        fa.derived_endings(lengths, max_length=7)
+        fa.statuses.derived_endings(lengths, max_length=7)
     with pytest.raises(ValueError, match=r"turns\[1\] is 5, more than max_turns 4"):
-        fa.derived_endings(lengths, turns=torch.tensor([1, 5]), max_turns=4)
+        fa.statuses.derived_endings(lengths, turns=torch.tensor([1, 5]), max_turns=4)
     with pytest.raises(ValueError, match="max_length is 0"):
-        fa.derived_endings(lengths, max_length=0)
+        fa.statuses.derived_endings(lengths, max_length=0)
     with pytest.raises(TypeError, match="lengths has dtype"):
-        fa.derived_endings(lengths.float(), max_length=8)
+        fa.statuses.derived_endings(lengths.float(), max_length=8)
     with pytest.raises(ValueError, match=r"lengths has shape \[1, 2\]"):
-        fa.derived_endings(lengths[None], max_length=8)
+        fa.statuses.derived_endings(lengths[None], max_length=8)
     for name, call in (
-        ("lengths", lambda bad: fa.derived_endings(bad, max_length=8)),
-        ("turns", lambda bad: fa.derived_endings(lengths, turns=bad, max_turns=8)),
+        ("lengths", lambda bad: fa.statuses.derived_endings(bad, max_length=8)),
+        ("turns", lambda bad: fa.statuses.derived_endings(lengths, turns=bad, max_turns=8)),
     ):
         with pytest.raises(ValueError, match=rf"{name}\[1\] is -3, below 0"):
             call(torch.tensor([8, -3]))
     for limit in (math.nan, 8.0, True, "8"):
         with pytest.raises(TypeError, match=r"max_length is .*; pass an integer"):
-            fa.derived_endings(lengths, max_length=limit)  # type: ignore[arg-type]
+            fa.statuses.derived_endings(lengths, max_length=limit)  # type: ignore[arg-type]
     for ids, message in ((5, "end_ids is a int"), ("5", "end_ids is a str"), ([5.0], r"end_ids\[0\] is 5.0, a float")):
         with pytest.raises(TypeError, match=message):
-            fa.derived_endings(lengths, last_ids=lengths, end_ids=ids)  # type: ignore[arg-type]
+            fa.statuses.derived_endings(lengths, last_ids=lengths, end_ids=ids)  # type: ignore[arg-type]
 
 
 def test_limits_that_do_not_fit_into_the_dtype_of_lengths() -> None:
     lengths = torch.tensor([100, 44, 127], dtype=torch.int8)  # 300 in int8 is 44
-    assert fa.derived_endings(lengths, max_length=300).tolist() == [S, S, S]
-    assert fa.derived_endings(lengths, turns=lengths, max_turns=300).tolist() == [S, S, S]
+    assert fa.statuses.derived_endings(lengths, max_length=300).tolist() == [S, S, S]
+    assert fa.statuses.derived_endings(lengths, turns=lengths, max_turns=300).tolist() == [S, S, S]
 
 
 # ---- Outcomes --------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_outcomes_of_what_is_none() -> None:
 def test_totals_add_up_to_the_rollouts_of_any_system(system: str) -> None:
     statuses = [status for status in SYSTEMS[system].statuses for _ in range(3)]
     rewards = torch.tensor([0.0, 1.0, math.nan]).repeat(len(statuses) // 3)
-    outcomes, _ = fa.outcomes_of(fa.endings(system, statuses), rewards)
+    outcomes, _ = fa.outcomes_of(fa.statuses.endings(system, statuses), rewards)
     census = fa.census(outcomes, [i % 2 for i in range(len(statuses))], torch.arange(len(statuses)) // 2)
     assert census.total == len(statuses)
     assert census.by_group.sum() == census.by_step.sum() == len(statuses)

@@ -12,7 +12,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "estimators.md").read_text()
 ENTRIES = {name: entry for name, entry in sorted(fa.ESTIMATORS.items()) if entry.level in ("rollout", "turn")}
 
 
-def line(entry: fa.Estimator) -> str:
+def line(entry: fa.estimators.Estimator) -> str:
     """The estimator's line of the page's table."""
     ddof = "–" if entry.ddof is None else f"{entry.ddof:g}"
     scale = "–" if entry.eps is None else f"{ddof}, {entry.eps:g} ({entry.eps_form or 'add'})"

@@ -125,7 +125,7 @@ def test_an_observation_seen_once_adds_nothing() -> None:
 def test_anchor_groups_are_built_once() -> None:
     turn_ids, cu_seqlens = turns_of([2, 2])
     index = fa.segments(turn_ids, cu_seqlens)
-    anchors = fa.anchor_groups(["a", "b", "a", "a"], [0, 1], index)
+    anchors = fa.estimators.anchor_groups(["a", "b", "a", "a"], [0, 1], index)
     assert anchors.index.tolist() == [0, 1, 2, 2]
     given = {"turn_ids": index, "step_rewards": torch.arange(4.0)}
     rewards = torch.tensor([1.0, 0.0])
@@ -139,13 +139,13 @@ def test_anchor_groups_are_built_once() -> None:
 
 def test_similar_anchors() -> None:
     texts = ["you are in room 1", "you are in room 1.", "a kitchen", "you are in room 1", "a kitchen"]
-    assert fa.similar_anchors(texts, [0, 0, 0, 1, 0]) == [0, 0, 1, 2, 1]
-    assert fa.similar_anchors(texts, [0] * 5, threshold=1.0) == [0, 1, 2, 0, 2]
-    assert fa.similar_anchors([], []) == []
+    assert fa.estimators.similar_anchors(texts, [0, 0, 0, 1, 0]) == [0, 0, 1, 2, 1]
+    assert fa.estimators.similar_anchors(texts, [0] * 5, threshold=1.0) == [0, 1, 2, 0, 2]
+    assert fa.estimators.similar_anchors([], []) == []
     with pytest.raises(ValueError, match="5 texts, but 1 group_ids"):
-        fa.similar_anchors(texts, [0])
+        fa.estimators.similar_anchors(texts, [0])
     with pytest.raises(ValueError, match="threshold is 0; it must be in"):
-        fa.similar_anchors(texts, [0] * 5, threshold=0)
+        fa.estimators.similar_anchors(texts, [0] * 5, threshold=0)
 
 
 @ON

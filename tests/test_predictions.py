@@ -43,7 +43,7 @@ from fastadv.replay.verdicts import (
 )
 
 pytestmark = pytest.mark.row(46)
-ARMS = {arm.name: arm for arm in fa.question_one_arms()}
+ARMS = {arm.name: arm for arm in fa.arms.question_one_arms()}
 
 # ---- rules and intervals ---------------------------------------------------------------------------------------------
 

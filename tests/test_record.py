@@ -35,7 +35,7 @@ from fastadv.record_measures import measure
 from fastadv.replay.arm_table import arm_row
 
 X = -1  # no version
-ARM = next(arm for arm in fa.question_one_arms() if arm.name == "b")  # mask the capped, all vote, leave-one-out
+ARM = next(arm for arm in fa.arms.question_one_arms() if arm.name == "b")  # mask the capped, all vote, leave-one-out
 
 
 def sampled_batch(**more: Any) -> fa.Batch:
@@ -135,7 +135,7 @@ def test_arms_on_the_same_statistics_report_the_same_hash_and_coins_their_seed()
     statistics = fa.freeze(batch)
     records = [
         StepRecord.of(batch, arm.apply(batch, statistics), statistics, step=0, arm=arm)
-        for arm in fa.question_one_arms(seed=5)
+        for arm in fa.arms.question_one_arms(seed=5)
     ]
     assert {r.statistics_hash for r in records} == {statistics.hash}
     assert {r.arm: r.coin_seed for r in records if r.coin_seed is not None} == {"d0.3": 5, "d0.6": 5}

@@ -40,7 +40,7 @@ def ids_that_fall(coins: Tensor, chance: float, stream: str = "rescue") -> Tenso
 
 def rescued(coins: Tensor, stale: Tensor, a: float) -> Tensor:
     """`rescue_weights` of groups whose coins fall so."""
-    return fa.rescue_weights(SEED, ids_that_fall(coins, a), stale, a).double()
+    return fa.coins.rescue_weights(SEED, ids_that_fall(coins, a), stale, a).double()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def expected_update(rule: str, a: float, **options: float) -> Tensor:
 
     def of(coins: Tensor) -> Tensor:
         weights = rescued(torch.cat([torch.tensor([True]), coins]), STALE, a)
-        return update(weights, float(fa.divisor(weights, rule, **options).value))
+        return update(weights, float(fa.divisors.divisor(weights, rule, **options).value))
 
     return sum_over_coins(2, a, of)
 
@@ -114,8 +114,8 @@ def test_e8_the_second_moment_grows_by_the_odds_of_dropping() -> None:
 @pytest.mark.row(30)
 def test_biased_divisors_say_so() -> None:
     weights = torch.tensor([1.0, 2.0, 0.0])
-    for rule in fa.DIVISORS:
-        found = fa.divisor(weights, rule, constant=4.0 if rule == "constant" else None)
+    for rule in fa.divisors.DIVISORS:
+        found = fa.divisors.divisor(weights, rule, constant=4.0 if rule == "constant" else None)
         value = {"candidates": 3.0, "constant": 4.0, "hajek": 3.0, "kept": 2.0}[rule]
         assert (found.rule, float(found.value), found.candidates) == (rule, value, 3)
         assert found.biased == (rule in ("hajek", "kept"))
@@ -126,25 +126,27 @@ def test_biased_divisors_say_so() -> None:
 def test_the_factor_turns_a_loss_over_candidates_into_that_of_the_rule() -> None:
     weights = rescued(torch.tensor([True, True, False]), STALE, 0.25)
     for rule in ("hajek", "kept"):
-        found = fa.divisor(weights, rule)
+        found = fa.divisors.divisor(weights, rule)
         close(update(weights, None) * found.factor, update(weights, float(found.value)))
 
 
 def test_divisors_count_groups() -> None:
     weights = torch.tensor([1.0, 4.0, 4.0, 0.0, 1.0, 0.0])
     labels = ["a", "b", "b", "c", "a", "c"]
-    values = [float(fa.divisor(weights, rule, group_ids=labels).value) for rule in ("candidates", "hajek", "kept")]
+    values = [
+        float(fa.divisors.divisor(weights, rule, group_ids=labels).value) for rule in ("candidates", "hajek", "kept")
+    ]
     assert values == [3.0, 5.0, 2.0]
     for rule in ("hajek", "kept"):  # nothing kept: all numerators are 0, and 0/0 is no update
-        assert float(fa.divisor(torch.zeros(2), rule).value) == 2.0
+        assert float(fa.divisors.divisor(torch.zeros(2), rule).value) == 2.0
 
 
 @pytest.mark.parametrize("constant", [4, torch.tensor(4.0), torch.tensor([4], dtype=torch.int32)])
 def test_a_divisor_is_one_number_without_a_gradient(constant: float, recwarn: pytest.WarningsRecorder) -> None:
     weights = torch.tensor([1.0, 4.0], requires_grad=True)
-    for found in (fa.divisor(weights, "constant", constant=constant), fa.divisor(weights, "hajek")):
+    for found in (fa.divisors.divisor(weights, "constant", constant=constant), fa.divisors.divisor(weights, "hajek")):
         assert (found.value.shape, found.value.dtype, found.value.requires_grad) == ((), torch.float64, False)
-    assert float(fa.divisor(weights, "constant", constant=constant).value) == 4.0
+    assert float(fa.divisors.divisor(weights, "constant", constant=constant).value) == 4.0
     assert not recwarn.list
 
 
@@ -162,7 +164,7 @@ def test_a_divisor_is_one_number_without_a_gradient(constant: float, recwarn: py
 )
 def test_bad_divisors(arguments: tuple, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fa.divisor(*arguments, **options)
+        fa.divisors.divisor(*arguments, **options)
 
 
 # ---- dropping, never dropping, rescuing ------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def arm(e: Enumeration, weights: Tensor | None) -> Tensor:
 @pytest.mark.row(26)
 def test_e20_dropping_a_group_with_a_late_member_is_the_survivors_regime(one: Enumeration, groups: Enumeration) -> None:
     """P(K)^G grad E[R | K], although every member of a group that ships votes in its baseline."""
-    stale = fa.in_any_row(groups.group_ids, late(groups))
+    stale = fa.coins.in_any_row(groups.group_ids, late(groups))
     assert torch.equal(stale.view(-1, 3).any(1), late(groups).view(-1, 3).any(1))
     dropped = arm(groups, (~stale).view(-1, 3)[:, 0])
     kept = (~late(one)).double()
@@ -190,7 +192,7 @@ def test_e20_dropping_a_group_with_a_late_member_is_the_survivors_regime(one: En
 @pytest.mark.row(27, 31)
 def test_never_dropping_is_the_true_gradient(one: Enumeration, groups: Enumeration) -> None:
     grad_j = one.gradient_of(one.rewards)
-    ones = fa.rescue_weights(SEED, torch.arange(groups.probability.shape[0]), groups.probability > 0, 1.0)
+    ones = fa.coins.rescue_weights(SEED, torch.arange(groups.probability.shape[0]), groups.probability > 0, 1.0)
     assert bool((ones == 1).all())
     close(arm(groups, ones), grad_j)
     close(arm(groups, None), grad_j)
@@ -198,7 +200,7 @@ def test_never_dropping_is_the_true_gradient(one: Enumeration, groups: Enumerati
 
 def over_coins(e: Enumeration, a: float, value: object) -> Tensor:
     """Expectation over a coin a group, of an update to which groups contribute one by one."""
-    stale = fa.in_any_row(e.group_ids, late(e)).view(-1, 3)[:, 0]
+    stale = fa.coins.in_any_row(e.group_ids, late(e)).view(-1, 3)[:, 0]
     total = torch.zeros(3, dtype=torch.float64)
     for side, chance in ((True, a), (False, 1 - a)):
         coins = torch.full(e.probability.shape, side)
@@ -253,8 +255,8 @@ def test_a_coin_that_is_drawn_at_each_pass_leaves_less(passes: int) -> None:
     redrawn = sum_over_coins(passes, a, lambda coins: coins.all().double() / a)
     assert float(redrawn) == pytest.approx(a ** (passes - 1), abs=1e-15)
     ids, everything = torch.arange(200_000), torch.ones(200_000, dtype=torch.bool)
-    anew = [fa.rescue_weights(seed, ids, everything, a) for seed in range(passes)]  # a seed a pass: coins drawn anew
-    ours = [fa.rescue_weights(0, ids, everything, a) for _ in range(passes)]
+    anew = [fa.coins.rescue_weights(seed, ids, everything, a) for seed in range(passes)]  # a seed a pass
+    ours = [fa.coins.rescue_weights(0, ids, everything, a) for _ in range(passes)]
     for draws, mean in ((anew, a ** (passes - 1)), (ours, 1.0)):
         weights = torch.stack([d > 0 for d in draws]).all(0).double() / a
         assert float(weights.mean()) == pytest.approx(mean, abs=5 * math.sqrt(mean / a / 200_000))
@@ -265,7 +267,7 @@ def test_weights_are_one_on_average() -> None:
     """Over seeds for given groups, whichever of them are stale."""
     ids, stale = torch.arange(64), torch.arange(64) % 3 > 0
     for a in (0.1, 0.5):
-        weights = torch.stack([fa.rescue_weights(seed, ids, stale, a) for seed in range(1000)]).double()
+        weights = torch.stack([fa.coins.rescue_weights(seed, ids, stale, a) for seed in range(1000)]).double()
         deviation = math.sqrt((1 / a - 1) / 1000 / int(stale.sum()))
         assert bool((weights[:, ~stale] == 1).all())
         assert abs(float(weights[:, stale].mean()) - 1) < 5 * deviation
@@ -295,10 +297,10 @@ def test_one_coin_a_group_in_every_pass_process_and_order() -> None:
 @pytest.mark.row(29)
 def test_coins_of_groups_are_not_those_of_arms() -> None:
     ids, stale = torch.arange(1000), torch.ones(1000, dtype=torch.bool)
-    rescued_ids = fa.rescue_weights(0, ids, stale, 0.5) > 0
-    spared = fa.exclusion_weights(0, ids, stale, 0.5) > 0
+    rescued_ids = fa.coins.rescue_weights(0, ids, stale, 0.5) > 0
+    spared = fa.coins.exclusion_weights(0, ids, stale, 0.5) > 0
     assert 400 < int((rescued_ids == spared).sum()) < 600
-    few = fa.rescue_weights(0, ids, stale, 0.2) > 0
+    few = fa.coins.rescue_weights(0, ids, stale, 0.2) > 0
     assert not bool((few & ~rescued_ids).any())  # a higher a keeps the same groups and more
 
 
@@ -310,15 +312,15 @@ def test_the_tally_counts_a_group_once() -> None:
     ids = ids_that_fall(torch.tensor([True, False, True, False]), 0.5).tolist()
     sampler = fa.RescueSampler(0.5, seed=SEED)
     sampler.weights(ids[:3], torch.tensor([False, False, False]))
-    assert sampler.statistics() == fa.RescueStatistics(3, 0, 0, 0, 1.0, 3, 1)
+    assert sampler.statistics() == fa.coins.RescueStatistics(3, 0, 0, 0, 1.0, 3, 1)
     # Two of them wait, and are stale the next time; a fourth comes in.
     for passes in (2, 3):
         sampler.weights([ids[1], ids[1], ids[2], ids[3]], torch.tensor([True, True, True, False]))
-        assert sampler.statistics() == fa.RescueStatistics(4, 2, 1, 1, 1.0, 3 * passes, passes)
+        assert sampler.statistics() == fa.coins.RescueStatistics(4, 2, 1, 1, 1.0, 3 * passes, passes)
     sampler.weights(ids[3:], torch.tensor([True]))
-    assert sampler.statistics() == fa.RescueStatistics(4, 3, 1, 2, 0.75, 10, 4)
+    assert sampler.statistics() == fa.coins.RescueStatistics(4, 3, 1, 2, 0.75, 10, 4)
     sampler.reset_statistics()
-    assert sampler.statistics() == fa.RescueStatistics(0, 0, 0, 0, 0.0, 0, 0)
+    assert sampler.statistics() == fa.coins.RescueStatistics(0, 0, 0, 0, 0.0, 0, 0)
 
 
 @pytest.mark.row(29)
@@ -357,23 +359,23 @@ def test_bad_samplers() -> None:
 def test_bad_weights() -> None:
     stale = torch.tensor([True, False])
     with pytest.raises(ValueError, match="group 'a' is stale in some rows and fresh in row 1"):
-        fa.rescue_weights(0, ["a", "a"], stale, 0.5)
+        fa.coins.rescue_weights(0, ["a", "a"], stale, 0.5)
     with pytest.raises(ValueError, match="group 4 is stale in some rows and fresh in row 1"):
-        fa.rescue_weights(0, torch.tensor([4, 4]), stale, 0.5)
+        fa.coins.rescue_weights(0, torch.tensor([4, 4]), stale, 0.5)
     with pytest.raises(TypeError, match="pass the ids"):
-        fa.rescue_weights(0, fa.group_index(["a", "b"]), stale, 0.5)
+        fa.coins.rescue_weights(0, fa.group_index(["a", "b"]), stale, 0.5)
     with pytest.raises(TypeError, match=r"ids\[0\] is 0.5"):
-        fa.rescue_weights(0, [0.5, 1], stale, 0.5)
+        fa.coins.rescue_weights(0, [0.5, 1], stale, 0.5)
     with pytest.raises(ValueError, match=r"stale has shape \[2\]; expected \[3\]"):
-        fa.rescue_weights(0, [1, 2, 3], stale, 0.5)
+        fa.coins.rescue_weights(0, [1, 2, 3], stale, 0.5)
     with pytest.raises(TypeError, match=r"stale has dtype torch\.float32"):
-        fa.rescue_weights(0, [1, 2], stale.float(), 0.5)
+        fa.coins.rescue_weights(0, [1, 2], stale.float(), 0.5)
     with pytest.raises(ValueError, match=r"flags has shape \[2\]; expected \[3\]"):
-        fa.in_any_row([1, 2, 3], stale)
+        fa.coins.in_any_row([1, 2, 3], stale)
     with pytest.raises(ValueError, match="nothing is left"):
-        fa.exclusion_weights(0, [1, 2], stale, 1.0, reweigh=True)
+        fa.coins.exclusion_weights(0, [1, 2], stale, 1.0, reweigh=True)
     with pytest.raises(ValueError, match=r"probability is 1\.5"):
-        fa.exclusion_weights(0, [1, 2], stale, 1.5)
+        fa.coins.exclusion_weights(0, [1, 2], stale, 1.5)
 
 
 # ---- a share of the capped, and of the tokens ------------------------------------------------------------------------
@@ -391,7 +393,7 @@ def test_e12_excluding_a_share_pays_for_a_share(one: Enumeration, groups: Enumer
             if chance == 0:
                 continue  # no coin falls so
             ids = ids_that_fall(torch.full(groups.capped.shape, side), rho, "arm exclusion")
-            weights = fa.exclusion_weights(SEED, ids, groups.capped, rho, reweigh=reweigh).double()
+            weights = fa.coins.exclusion_weights(SEED, ids, groups.capped, rho, reweigh=reweigh).double()
             total += chance * groups.update(advantages, weights)
         return total
 
@@ -406,7 +408,7 @@ def test_the_coins_of_a_share_are_those_of_arms() -> None:
         mask=torch.ones(50), cu_seqlens=torch.arange(51), rewards=torch.zeros(50), group_ids=[0] * 50,
         outcomes=torch.arange(50) % 3, row_ids=torch.arange(100, 150),
     )  # fmt: skip
-    weights = fa.exclusion_weights(4, batch.row_ids, batch.capped, 0.5)
+    weights = fa.coins.exclusion_weights(4, batch.row_ids, batch.capped, 0.5)
     arm = fa.Arm("half", (fa.Outcome.BUDGET,), 0.5, seed=4)
     assert torch.equal(arm.excluded(batch), weights == 0)
     assert 0 < int((weights == 0).sum()) < int(batch.capped.sum())
@@ -452,9 +454,9 @@ def test_e17_tokens_picked_with_known_chances_divide_by_the_full_length() -> Non
             r"probability has shape \[2, 1\]; pass one number or \[2\]",
         ),
         (lambda: fa.RescueSampler(1e-39), "1/a of what is kept is no float32"),
-        (lambda: fa.divisor(torch.tensor([1.0, math.nan]), "hajek"), r"weights\[1\] is nan"),
-        (lambda: fa.divisor(torch.tensor([-1.0]), "kept"), r"weights\[0\] is -1\.0"),
-        (lambda: fa.divisor(torch.tensor([math.inf])), r"weights\[0\] is inf"),
+        (lambda: fa.divisors.divisor(torch.tensor([1.0, math.nan]), "hajek"), r"weights\[1\] is nan"),
+        (lambda: fa.divisors.divisor(torch.tensor([-1.0]), "kept"), r"weights\[0\] is -1\.0"),
+        (lambda: fa.divisors.divisor(torch.tensor([math.inf])), r"weights\[0\] is inf"),
     ],
 )
 def test_coins_and_divisors_that_would_be_wrong_without_a_word(call: Callable[[], object], message: str) -> None:

@@ -393,7 +393,7 @@ def test_coins_of_groups_are_tossed_by_what_the_trainer_says() -> None:
     groups = by_uid(b).index * 11
     with telling(versions=versions, train_version=9, row_ids=ids, group_ids=groups) as trainer:
         computed("fastadv_arm", b, algorithm({"arm": "rescue:a=0.5"}))
-    weights = fa.rescue_weights(0, groups, torch.ones(90, dtype=torch.bool), 0.5)
+    weights = fa.coins.rescue_weights(0, groups, torch.ones(90, dtype=torch.bool), 0.5)
     assert 0 < int((weights == 0).sum()) < 90
     assert torch.equal(trainer.made.result.weights.float(), weights.float())
     assert torch.equal(trainer.made.excluded, weights == 0)

@@ -64,7 +64,7 @@ class Loss(NamedTuple):
 
 def arms(seed: int = 0) -> dict[str, fa.Arm]:
     """The arms that can be trained, by name."""
-    return {arm.name: arm for arm in fa.question_one_arms(seed=seed)}
+    return {arm.name: arm for arm in fa.arms.question_one_arms(seed=seed)}
 
 
 def training_loss(model: LlamaForCausalLM, batch: fa.Batch, arm: fa.Arm, entropy_bonus: float) -> Loss:

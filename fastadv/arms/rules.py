@@ -115,7 +115,7 @@ class InverseProbability:
 @dataclass(frozen=True)
 class Rescue:
     """Stale groups are kept with a known probability, by one coin a group, and then weighted by its inverse: the coins
-    of `fastadv.rescue_weights`.
+    of `fastadv.coins.rescue_weights`.
 
     Attributes:
         keep: probability, in (0, 1].

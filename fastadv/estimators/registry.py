@@ -242,7 +242,7 @@ def estimate(
             owner's affair, see `Estimator.masking`.
         turn_ids: turn of each token, like the mask, or a Segments.
         anchor_ids: `[S]` labels of the observations that turns started from, compared within a prompt, or what
-            `fastadv.anchor_groups` made of them.
+            `fastadv.estimators.anchor_groups` made of them.
         step_rewards: `[S]`, one number a (rollout, turn), in the order of the Segments.
         token_rewards, values, log_probs, sum_p2, is_weights: like the mask.
         greedy_rewards: `[B]`, rewards of the greedy rollouts.

@@ -16,7 +16,8 @@ from fastadv.integrations.verl.keys import TRAINER, EstimatorOptions, key_error,
 from fastadv.integrations.verl.rows import told
 from torch import Tensor
 
-from fastadv import group_advantages, group_index, similar_anchors, token_returns
+from fastadv import group_advantages, group_index, token_returns
+from fastadv.estimators import similar_anchors
 from fastadv.estimators.gigpo import AGENT, MODES
 from fastadv.groups import GroupIndex
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastadv import Ending, endings
+from fastadv import Ending
+from fastadv.statuses import endings
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -98,7 +99,7 @@ def reported(extra_fields: Sequence[Mapping[str, Any]], field: str, system: str,
     Args:
         extra_fields: `[B]`, of each row.
         field: key of the reason.
-        system: whose words it is, as `fastadv.ending` takes it.
+        system: whose words it is, as `fastadv.statuses.ending` takes it.
         known: `[B]`, what was derived.
 
     Raises:

@@ -81,7 +81,7 @@ class TrainerOptions:
 
     Attributes:
         ending_field: key of an agent loop's extra_fields that says how the session ended; None: derived from caps.
-        ending_system: whose words that field holds, a system of `fastadv.ending`.
+        ending_system: whose words that field holds, a system of `fastadv.statuses.ending`.
         end_ids: tokens that end a reply; None: the tokenizer's end token; empty: not looked at.
         exclusion: "weight": excluded sessions get advantage 0 and stay in the denominators; "mask": they leave
             response_mask and loss_mask, and token denominators shrink (DAPO).
