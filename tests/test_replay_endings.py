@@ -154,9 +154,9 @@ def test_the_report_names_the_regime(tmp_path: Path) -> None:
         return json.loads(as_json(result))["regime"], table.caption
 
     numbers, caption = report(30, 10)
-    assert (numbers["verdict"], numbers["exclusions"], numbers["budget"][0]) == ("budget", 40, 0.75)
+    assert (numbers["verdict"], numbers["exclusions"], numbers["budget"]["value"]) == ("budget", 40, 0.75)
     assert "Budget regime: 75% of the 40 unsolved rollouts that did not submit hit a cap" in caption
     numbers, caption = report(2, 2)
     assert numbers["verdict"] == "too few"
     assert "No regime is named: 4 of" in caption
-    assert report(0, 0)[0]["budget"] == [None] * 3
+    assert report(0, 0)[0]["budget"] == {"value": None, "low": None, "high": None}
