@@ -34,6 +34,12 @@ def make(**changes: Any) -> fa.Batch:
     return fa.Batch.of(**given)
 
 
+def test_a_batch_says_what_else_it_holds() -> None:
+    assert repr(make()).endswith("packed [10] on cpu)")
+    told = make(endings=torch.zeros(4, dtype=torch.int64), versions=torch.zeros(10, dtype=torch.int64))
+    assert repr(told).endswith("packed [10] on cpu, with endings, with versions)")
+
+
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
