@@ -238,7 +238,8 @@ def compare(
         typer.Option(
             help="An arm: a, b, c, d0.3, d0.6, d1 or e as in replay, a name of `fastadv arms` with its parameters, or "
             "NAME:key=value,... with excludes (outcomes joined by +), fraction, baseline, population, singleton, "
-            "kappa, seed as in fastadv.Arm. May be repeated. Without it: the replay's arms.",
+            "kappa, seed as in fastadv.Arm; or a YAML file of arms (docs/arms.md). May be repeated. Without it: a, b, "
+            "c, d0.3, d0.6, d1, e.",
             show_default=False,
         ),
     ] = None,
@@ -255,7 +256,8 @@ def compare(
     """Compare arms on the Gram of an earlier replay, without its model and its dump.
 
     Prints what replay prints of its gradients, for any arms, also such as nobody had thought of when it ran
-    (docs/gram_file.md).
+    (docs/gram_file.md). Arms that read how rollouts ended or which weights sampled them need a Gram of rollouts that
+    say so; arms that treat the tokens of a turn differently need flat gradients (replay --gradients cells).
 
     Example: fastadv compare report/gram.safetensors --arm b --arm half:excludes=budget,fraction=0.5
     """
@@ -268,12 +270,13 @@ def compare(
                 raise ReplayError(f"{out} cannot be written: {out.parent} is no folder")
             if out.exists() and gram.exists() and out.samefile(gram):
                 raise ReplayError(f"{out} is the Gram that is asked; name another file")
-    from fastadv.replay.requery import about, answer_json, answer_tables, ask, parse_arm
+    from fastadv.replay.requery import about, answer_json, answer_tables, ask, parse_arm, parse_arms
     from fastadv.replay.terminal import safe, show_tables
 
     presets = _question_one(baseline, kappa, seed)
     first = parse_arm(reference, presets, seed=seed)
-    given = [parse_arm(text, presets, seed=seed) for text in arm or [name for name in presets if name != first.name]]
+    asked = arm or [name for name in presets if name != first.name]
+    given = [one for text in asked for one in parse_arms(text, presets, seed=seed)]
     answer = ask(gram, [first, *given], buckets=buckets, seed=seed)
     show_tables(answer_tables(answer), console)
     console.print()

@@ -18,14 +18,17 @@ import fastadv as fa
 from fastadv.arms import freeze, question_one_arms
 from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.gradproj import SegmentGram, project
-from fastadv.gradproj.gram import TENSORS, batch_fingerprint, checkpoint_fingerprint, outline
+from fastadv.gradproj.gram import batch_fingerprint, checkpoint_fingerprint
+from fastadv.gradproj.gram_file import OPTIONAL, TENSORS
+from fastadv.gradproj.outline import outline
 from fastadv.replay.predictions_rollouts import rollout_baselines
 from fastadv.replay.readers import ReadOptions, read
 
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> fa.Batch:
-    return read(write_dump(tmp_path_factory.mktemp("dump") / "d.pt", samples(5, 4)), ReadOptions()).batch
+    batch = read(write_dump(tmp_path_factory.mktemp("dump") / "d.pt", samples(5, 4)), ReadOptions()).batch
+    return replace(batch, versions=torch.where(batch.mask, batch.rows.spread(batch.row_ids % 3), -1).to(torch.int32))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def test_the_outline_counts_the_tokens_that_were_sampled(batch: fa.Batch) -> Non
     """Arms' sums over tokens come out the same; turns without a sampled token are turns all the same."""
     silent = replace(batch, mask=batch.mask & ~((batch.turn_ids == 1) & (batch.rows.row_of_token() % 2 == 0)))
     for one in (batch, silent):
-        rollouts, tokens = outline([one])
+        rollouts, tokens, _ = outline([one])
         assert torch.equal(rollouts.segments.offsets, one.segments.offsets)
         assert int(tokens.sum()) == int((one.mask & (one.turn_ids >= 0)).sum())
         for arm in question_one_arms():
@@ -194,15 +197,16 @@ def message_of(path: Path) -> str | None:
         gram = SegmentGram.load(path)
     except ValueError as error:
         return str(error)
-    project(gram, question_one_arms(), draws=5)
+    project(gram, [*question_one_arms(), *map(fa.named_arm, ("compact", "rescue", "microcoder"))], draws=5)
     return None
 
 
-@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("name", [*TENSORS, *OPTIONAL])
 def test_any_tensor_of_a_file(saved: Path, name: str) -> None:
     """In every dtype, shape and with every number at either end: refused or read, and never another error."""
     good = load_file(saved)[name]
-    refused(saved, f"{name} is missing", {name: None})
+    if name in TENSORS:
+        refused(saved, f"{name} is missing", {name: None})
     odd = [good.to(dtype) for dtype in (torch.float32, torch.int8, torch.float16, torch.bfloat16)]
     odd += [good[:-1], torch.cat([good, good[-1:]]), good[:0], good[None], good.flatten()[0]]
     for value in (-(2**62), -2, -1, 2, 2**40, 2**62, math.nan, math.inf):
@@ -227,7 +231,7 @@ def test_rollouts_without_a_result_are_refused(saved: Path) -> None:
 def test_metadata_that_lies(saved: Path) -> None:
     about = json.loads(metadata_of(saved)["about"])
     refused(saved, "is no segment Gram: its metadata has no format", format="fastadv rollouts")
-    refused(saved, "has version '2' of the format; this is fastadv for '1'", version="2")
+    refused(saved, "has version '3' of the format; this is fastadv for 1 and 2", version="3")
     refused(saved, "more is missing, or not of the format", {"more": torch.zeros(1)})
     refused(saved, "its metadata is no JSON", about="{")
     refused(saved, "its metadata is no JSON", about="[" * 100_000)

@@ -13,7 +13,15 @@ from torch import Tensor
 from fastadv import validation
 from fastadv.arms.contradictions import contradiction
 from fastadv.arms.known import NOTHING, Known
-from fastadv.arms.rules import TOKEN_COINS, Condition, InverseProbability, Rescue, RowWeights, TokenWeights
+from fastadv.arms.rules import (
+    TOKEN_COINS,
+    Condition,
+    InverseProbability,
+    Rescue,
+    RowWeights,
+    StaleTokens,
+    TokenWeights,
+)
 from fastadv.batch import Batch, pad
 from fastadv.coins import EXCLUSION, check_seed, in_any_row, keep
 from fastadv.ops.group_advantages import BASELINES, POPULATIONS, SCALES, group_advantages
@@ -152,6 +160,19 @@ class Arm:
     def tosses(self) -> bool:
         """Whether its seed decides about anything."""
         return self.fraction < 1 or isinstance(self.row_weights, Rescue) or isinstance(self.token_weights, TOKEN_COINS)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What it reads of a batch that not every batch has: "endings", "versions", "token_ids"."""
+        condition = self.condition
+        stale = condition is not None and condition.stale_after is not None
+        rules = isinstance(self.row_weights, Rescue) or isinstance(self.token_weights, StaleTokens)
+        found = {
+            "endings": bool(self.endings),
+            "versions": stale or rules,
+            "token_ids": condition is not None and condition.not_repeating > 0,
+        }
+        return tuple(name for name, needed in found.items() if needed)
 
     @property
     def mask_kind(self) -> str:

@@ -51,11 +51,9 @@ def segment_sums(batch: Batch, index: Segments, per_token: Tensor) -> Tensor:
 
 def rollout_means(batch: Batch, index: Segments, values: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Mean over each rollout's sampled tokens of a value per segment, `[B]` float64; 0 where there are none. So is the
-    baseline of a rollout, wherever b is told. `tokens [S]`: sampled tokens of each segment, where the batch is an
-    outline of the one that they were counted in; None: they are counted."""
-    if tokens is None:
-        tokens = segment_sums(batch, index, torch.ones_like(batch.mask))
-    tokens = tokens.to(torch.float64)
+    baseline of a rollout, wherever b is told. `tokens`, like the batch's mask: how many sampled tokens each of an
+    outline's tokens stands for; None: one."""
+    tokens = segment_sums(batch, index, torch.ones_like(batch.mask) if tokens is None else tokens)  # [S]
     row = index.row_of_segment()
     zeros = torch.zeros(batch.num_rollouts, dtype=torch.float64, device=values.device)
     return divided(zeros.index_add(0, row, tokens * values), zeros.index_add(0, row, tokens))

@@ -12,7 +12,6 @@ from fastadv.arms.arm import Arm, ArmResult
 from fastadv.arms.baselines import baselines, rollout_means, segment_sums
 from fastadv.batch import Batch
 from fastadv.outcomes import Outcome
-from fastadv.reference.group_advantages import divided
 from fastadv.statistics import FrozenStatistics
 
 
@@ -40,16 +39,14 @@ class PromptSums:
 def prompt_sums(
     arm: Arm, result: ArmResult, batch: Batch, statistics: FrozenStatistics, tokens: Tensor | None = None
 ) -> PromptSums:
-    """The sums of one arm over one batch. `tokens [S]`: sampled tokens of each segment, where the batch is an outline
-    of the one that they were counted in; no arm may then look at single tokens."""
+    """The sums of one arm over one batch. `tokens`, like its mask: how many sampled tokens each of an outline's tokens
+    stands for, which the arm must treat alike; None: one."""
     groups, index = batch.groups, result.advantages.segments
     factors = torch.ones_like(batch.mask) if result.token_weights is None else result.token_weights
-    counted = segment_sums(batch, index, torch.ones_like(batch.mask))  # [S]
-    tokens = counted if tokens is None else tokens.to(torch.float64)
-    scale = divided(tokens, counted)  # [S]: 1, but for an outline
+    each = torch.ones_like(batch.mask) if tokens is None else tokens
 
     def over_segment(per_token: Tensor) -> Tensor:
-        return scale * segment_sums(batch, index, per_token)
+        return segment_sums(batch, index, per_token * each)
 
     row = index.row_of_segment()
     kept = (~result.excluded).to(torch.float64)
@@ -57,16 +54,16 @@ def prompt_sums(
     baseline = baselines(arm, batch, statistics)
 
     def by_prompt(per_rollout: Tensor) -> Tensor:
-        return tokens.new_zeros(groups.num_groups).index_add(0, groups.index, per_rollout)
+        return per_rollout.new_zeros(groups.num_groups).index_add(0, groups.index, per_rollout)
 
     def by_row(per_segment: Tensor) -> Tensor:
-        return by_prompt(tokens.new_zeros(batch.num_rollouts).index_add(0, row, per_segment))
+        return by_prompt(per_segment.new_zeros(batch.num_rollouts).index_add(0, row, per_segment))
 
     kept_tokens = kept[row] * over_segment(factors != 0)  # [S]
     row_baseline = rollout_means(batch, index, baseline, tokens)
     rewards = batch.rewards[row]
     return PromptSums(
-        tokens=by_row(tokens),
+        tokens=by_row(over_segment(torch.ones_like(batch.mask))),
         kept_tokens=by_row(kept_tokens),
         advantage=by_row(weighted * over_segment(factors)),
         squares=by_row(weighted.square() * over_segment(factors.to(torch.float64).square())),

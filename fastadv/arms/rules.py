@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.arms.known import Known, group_ids, newest, sampled_ranks, stale_rollouts
+from fastadv.arms.known import NOTHING, Known, group_ids, newest, sampled_ranks, stale_rollouts
 from fastadv.batch import Batch
 from fastadv.coins import RESCUE, in_any_row, keep, mixed, uniforms, weights_of
 from fastadv.outcomes import Outcome
@@ -66,14 +66,18 @@ class Condition:
         if self.not_wrong:
             true &= batch.outcomes != Outcome.FAILED
         if self.not_repeating:
-            true &= ~repeating(op, batch, self.not_repeating)
+            true &= ~repeating(op, batch, self.not_repeating, known)
         if self.stale_after is not None:
             true &= stale_rollouts(op, batch, self.stale_after, known)
         return true
 
 
-def repeating(op: str, batch: Batch, tokens: int) -> Tensor:
+def repeating(op: str, batch: Batch, tokens: int, known: Known = NOTHING) -> Tensor:
     """Rollouts whose last response tokens are the same as those before them, `[B]` bool."""
+    if known.repeating is not None:
+        shape, device = (batch.num_rollouts,), batch.rewards.device
+        validation.tensor(op, "repeating", known.repeating, shape=shape, dtypes=(torch.bool,), device=device)
+        return known.repeating
     if batch.token_ids is None:
         raise ValueError(f"{op}: the batch has no token ids, so nobody can tell which rollouts repeat themselves")
     ids, ends = batch.token_ids.ids, batch.token_ids.cu_seqlens[1:]

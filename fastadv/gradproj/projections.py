@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.arms import Arm, ArmResult
+from fastadv.arms import Arm, ArmResult, Known, StaleTokens
 from fastadv.arms.baselines import segment_sums
 from fastadv.batch import Batch
 from fastadv.gradproj.gram import SegmentGram
@@ -30,6 +30,7 @@ from fastadv.monitoring.difficulty import DIFFICULTIES
 from fastadv.outcomes import Outcome
 from fastadv.reference.group_advantages import divided
 from fastadv.segment_table import SegmentTable
+from fastadv.statistics import FrozenStatistics
 
 DRAWS = 1000  # of the bootstrap over prompts
 
@@ -125,17 +126,48 @@ def arm_weights(arm: Arm, rollouts: Batch) -> Weighted:
     return turn_weights(arm, arm.apply(rollouts, arm.freeze(rollouts)), rollouts)
 
 
+def apply_to_gram(arm: Arm, gram: SegmentGram) -> tuple[ArmResult, FrozenStatistics]:
+    """What an arm makes of a Gram's rollouts, and the statistics that it read, which are frozen from them.
+
+    Raises:
+        ValueError: an arm that looks at single tokens, or at what the Gram does not hold.
+    """
+    rollouts = gram.rollouts
+    assert rollouts is not None
+    _refuse_tokens(arm)
+    held = {"endings": rollouts.endings, "versions": rollouts.versions, "token_ids": gram.repeats}
+    missing = [name for name in arm.needs if held[name] is None]
+    if missing:
+        why = "the rollouts that it was made of did not say them"
+        if gram.file_version < 2:
+            why = "its file is of version 1, which holds none: write it again, with fastadv replay"
+        raise ValueError(f"arm {arm.name!r} reads {' and '.join(missing)}, which the Gram does not have; {why}")
+    known = Known()
+    if gram.repeats is not None and arm.condition is not None and arm.condition.not_repeating:
+        known = Known(repeating=gram.repeats.of(arm.condition.not_repeating))
+    statistics = arm.freeze(rollouts, known=known)
+    return arm.apply(rollouts, statistics, known=known), statistics
+
+
+NO_COEFFICIENT = (
+    "a segment of the Gram has one coefficient for all of its tokens; take flat gradients (fastadv replay --gradients "
+    "cells)"
+)
+
+
+def _refuse_tokens(arm: Arm) -> None:
+    """Raises for arms whose weights are no turn's, whatever the rollouts are. Stale tokens may be whole turns."""
+    if arm.position_edges or (arm.level == "token" and not isinstance(arm.token_weights, StaleTokens)):
+        raise ValueError(f"arm {arm.name!r} treats the tokens of a turn differently, and {NO_COEFFICIENT}")
+
+
 def turn_weights(arm: Arm, result: ArmResult, rollouts: Batch) -> Weighted:
     """An arm's result with its weights of turns, if any, multiplied into the advantages.
 
     Raises:
         ValueError: an arm whose weights differ within a turn.
     """
-    if arm.level == "token":
-        raise ValueError(
-            f"arm {arm.name!r} treats the tokens of a turn differently, and a segment of the Gram has one coefficient "
-            "for all of its tokens; take flat gradients (fastadv replay --gradients cells)"
-        )
+    _refuse_tokens(arm)
     if result.token_weights is None:
         return Weighted(result.advantages, result.weights)
     index = result.advantages.segments
@@ -143,6 +175,12 @@ def turn_weights(arm: Arm, result: ArmResult, rollouts: Batch) -> Weighted:
         segment_sums(rollouts, index, result.token_weights),
         segment_sums(rollouts, index, torch.ones_like(rollouts.mask)),
     )
+    torn = (factors != 0) & (factors != 1) if arm.level == "token" else torch.zeros_like(factors, dtype=torch.bool)
+    if bool(torn.any()):
+        raise ValueError(
+            f"arm {arm.name!r} treats the tokens of a turn differently, of {int(torn.sum())} turns of {index.count}, "
+            f"and {NO_COEFFICIENT}"
+        )
     return Weighted(SegmentTable(result.advantages.values * factors, index), result.weights)
 
 
@@ -161,7 +199,7 @@ def project(
         gram: with rollouts; of level "turn" if an arm's advantages or the buckets depend on the turn.
         arms: the first is the reference.
         weighted: what each arm makes of the rollouts, for arms that read more of a batch than the Gram carries; None:
-            `arm_weights`.
+            by what it carries.
         buckets: by turn (where the Gram has turns) and by difficulty too. Parts without a gradient are left out.
         draws: bootstrap resamples of prompts.
         seed: of halves and bootstrap. (Coins of an arm have the arm's.)
@@ -189,7 +227,7 @@ def project(
     if twice is not None:
         raise ValueError(f"project: two arms are called {twice!r}; give each a name of its own")
     if weighted is None:
-        weighted = [arm_weights(arm, rollouts) for arm in arms]
+        weighted = [turn_weights(arm, apply_to_gram(arm, gram)[0], rollouts) for arm in arms]
     coefficients = torch.stack([one.coefficients(gram) for one in weighted])  # [K, S]
     inner, rows_of = gram.gram.cpu(), gram.rows.cpu()
     prompts, n = rollouts.groups.index[rows_of], rollouts.groups.num_groups

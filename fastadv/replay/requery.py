@@ -10,7 +10,7 @@ from fastadv.arms import ARMS, Arm, arm_to_dict, arms_from_yaml, named_arm
 from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.arms.text import arm_settings
 from fastadv.gradproj.gram import SegmentGram
-from fastadv.gradproj.projections import Projections, project
+from fastadv.gradproj.projections import Projections, apply_to_gram, project, turn_weights
 from fastadv.outcomes import Outcome
 from fastadv.replay.arm_table import ArmRow, arm_row
 from fastadv.replay.errors import ReplayError, counted, plain
@@ -73,6 +73,11 @@ def parse_arm(text: str, presets: dict[str, Arm], *, seed: int = 0) -> Arm:
         raise ReplayError(f"--arm {text!r}: {error}") from error
 
 
+def parse_arms(text: str, presets: dict[str, Arm], *, seed: int = 0) -> list[Arm]:
+    """The arms of a YAML file, or the one that `parse_arm` makes of the text."""
+    return arms_of_file("--arm", text, seed=seed) or [parse_arm(text, presets, seed=seed)]
+
+
 def _named(text: str, seed: int) -> Arm:
     try:
         return named_arm(text, seed=seed)
@@ -109,12 +114,13 @@ def ask(path: Path, arms: list[Arm], *, buckets: bool = True, seed: int = 0) -> 
         gram = SegmentGram.load(path)
         rollouts, tokens = gram.rollouts, gram.tokens
         assert rollouts is not None
-        rows = []
+        rows, weighted = [], []
         for arm in arms:
-            statistics = arm.freeze(rollouts)
-            result = arm.apply(rollouts, statistics)
+            result, statistics = apply_to_gram(arm, gram)
+            weighted.append(turn_weights(arm, result, rollouts))
             rows.append(arm_row(arm, prompt_sums(arm, result, rollouts, statistics, tokens)))
-        return Answer(gram, tuple(arms), rows, project(gram, arms, buckets=buckets, seed=seed), seed)
+        projections = project(gram, arms, weighted=weighted, buckets=buckets, seed=seed)
+        return Answer(gram, tuple(arms), rows, projections, seed)
     except (ValueError, OSError) as error:
         raise ReplayError(str(error)) from error
 
@@ -176,12 +182,10 @@ def chosen_arms(text: str, presets: dict[str, Arm], *, seed: int = 0) -> tuple[A
     Raises:
         ReplayError: an unknown name, a file that describes no arms, two arms of one name.
     """
+    arms = arms_of_file("--arms", text, seed=seed)
     try:
-        if Path(text).suffix in (".yaml", ".yml"):
-            arms = list(arms_from_yaml(Path(text).read_text(encoding="utf-8"), seed=seed))
-        else:
-            arms = [_preset_or_named(one, presets, seed) for one in _split(text)]
-    except (ValueError, TypeError, ImportError) as error:
+        arms = arms or [_preset_or_named(one, presets, seed) for one in _split(text)]
+    except (ValueError, TypeError) as error:
         raise ReplayError(f"--arms {text}: {error}") from error
     names = [arm.name for arm in arms]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -189,6 +193,20 @@ def chosen_arms(text: str, presets: dict[str, Arm], *, seed: int = 0) -> tuple[A
         raise ReplayError(f"--arms {text}: two arms are called {twice!r}")
     reference = next((arm for arm in arms if arm.name in ("none", "a")), None) or named_arm("none")
     return (reference, *(arm for arm in arms if arm.name != reference.name))
+
+
+def arms_of_file(option: str, text: str, *, seed: int = 0) -> list[Arm]:
+    """The arms of a YAML file; none where the text does not name such a file.
+
+    Raises:
+        ReplayError: a file that describes no arms.
+    """
+    if Path(text).suffix not in (".yaml", ".yml"):
+        return []
+    try:
+        return list(arms_from_yaml(Path(text).read_text(encoding="utf-8"), seed=seed))
+    except (ValueError, TypeError, ImportError) as error:
+        raise ReplayError(f"{option} {text}: {error}") from error
 
 
 def _preset_or_named(text: str, presets: dict[str, Arm], seed: int) -> Arm:
