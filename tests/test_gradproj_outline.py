@@ -138,6 +138,14 @@ def test_the_whole_way_from_dumps(dumps: list[Path], tmp_path: Path) -> None:
     fails("compare", tmp_path / "gram", "--arm", file, message=r"--arm .*arms\.yaml: .*'colour' is no key")
 
 
+def test_a_replay_takes_all_of_them(dumps: list[Path], tmp_path: Path) -> None:
+    run = fastadv("replay", *dumps, "--out", tmp_path, "--arms", ",".join(arm.name for arm in NAMED))
+    assert run.returncode == 0, run.stderr
+    names = [arm.name for arm in NAMED]
+    numbers = json.loads((tmp_path / "report.json").read_text())
+    assert [arm["name"] for arm in numbers["arms"]] == names == [arm["name"] for arm in numbers["options"]["arms"]]
+
+
 def test_stale_tokens_take_the_gram_where_they_are_whole_turns(batches: list[fa.Batch]) -> None:
     batch = batches[0]
     last = torch.cat([batch.turn_ids.diff() != 0, torch.tensor([True])]) & batch.mask  # last token of each turn

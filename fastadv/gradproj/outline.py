@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from fastadv import validation
 from fastadv.batch import Batch
 from fastadv.outcomes import Ending
 
-SHIFT = 2**31  # versions and lengths are below it: they share an integer with what they are of
+SHIFT = 2**31  # versions are below it: slot * SHIFT + version is of both
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,28 +148,26 @@ def _versions(batches: Sequence[Batch], parts: Sequence[_Runs]) -> Tensor | None
 
 
 def _repeats(batches: Sequence[Batch]) -> Repeats:
-    counts, lengths = zip(*map(_repeats_of, batches), strict=True)
-    return Repeats(offsets_of(torch.cat(counts)), torch.cat(lengths))
+    found: list[list[int]] = []
+    for batch in batches:
+        assert batch.token_ids is not None
+        ids, ends = batch.token_ids.ids.cpu(), batch.token_ids.cu_seqlens[1:].tolist()
+        for end, length in zip(ends, batch.lengths.tolist(), strict=True):
+            found.append(_repetitions(ids[end - length : end].flip(0).tolist()))
+    counts = torch.tensor([len(lengths) for lengths in found], dtype=torch.int64)
+    return Repeats(offsets_of(counts), torch.tensor(list(chain.from_iterable(found)), dtype=torch.int32))
 
 
-def _repeats_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """How many repetitions each rollout ends in, `[B]`, and how long they are.
-
-    All candidates are compared at once, from the last token back: most of them fail within a few tokens.
-    """
-    assert batch.token_ids is not None
-    ids, last = batch.token_ids.ids.cpu(), batch.token_ids.cu_seqlens[1:].cpu() - 1
-    most = batch.lengths.cpu() // 2
-    row = torch.repeat_interleave(torch.arange(batch.num_rollouts), most)  # [candidates]
-    length = torch.arange(row.shape[0]) - offsets_of(most)[row] + 1
-    found, back = [row[:0] * SHIFT], 0
-    while row.numel():
-        at = last[row] - back
-        same = ids[at] == ids[at - length]
-        row, length = row[same], length[same]
-        back += 1
-        whole = length == back
-        found.append(row[whole] * SHIFT + length[whole])
-        row, length = row[~whole], length[~whole]
-    keys = torch.cat(found).sort().values
-    return torch.bincount(keys // SHIFT, minlength=batch.num_rollouts), (keys % SHIFT).to(torch.int32)
+def _repetitions(back: list[int]) -> list[int]:
+    """Every n for which the first n ids are the n that follow them, in linear time: with the Z-function, the length of
+    what from each place on is as from the beginning. A rollout that got into a loop is one long repetition."""
+    same = [0] * (len(back) // 2 + 1)
+    left = right = 0  # the match that reaches farthest
+    for place in range(1, len(same)):
+        length = min(right - place, same[place - left]) if place < right else 0
+        while place + length < len(back) and back[length] == back[place + length]:
+            length += 1
+        if place + length > right:
+            left, right = place, place + length
+        same[place] = length
+    return [n for n in range(1, len(same)) if same[n] >= n]
