@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fastadv as fa
-from fastadv.arms.rules import repeating
+from fastadv.arms.rules import Condition, repeating
 from fastadv.gradproj import SegmentGram, project
 from fastadv.gradproj.gram_file import OLDER
 from fastadv.gradproj.outline import Repeats, outline
@@ -91,7 +91,10 @@ def gram(path: Path) -> SegmentGram:
     return SegmentGram.load(path)
 
 
-@pytest.mark.parametrize("arm", NAMED, ids=lambda arm: arm.name)
+OWN = fa.Arm("own", population="survivors", condition=Condition(not_repeating=1, stale_after=1))
+
+
+@pytest.mark.parametrize("arm", [*NAMED, OWN], ids=lambda arm: arm.name)
 def test_a_named_arm_is_the_same_through_the_file(arm: fa.Arm, gram: SegmentGram, batches: list[fa.Batch]) -> None:
     if arm.name.partition(":")[0] in BY_TOKEN:
         with pytest.raises(ValueError, match=rf"arm '{re.escape(arm.name)}' treats the tokens .* --gradients cells"):
@@ -206,6 +209,10 @@ def test_what_one_dump_does_not_say_is_not_there(batches: list[fa.Batch]) -> Non
     ):
         assert getattr(outline([first, silent]).rollouts, name) is None
     assert outline([first, replace(second, token_ids=None)]).repeats is None
+    padded = outline([batch.padded(40) for batch in batches])
+    for name in ("turn_ids", "versions", "cu_seqlens"):
+        assert torch.equal(getattr(padded.rollouts, name), getattr(known.rollouts, name))
+    assert torch.equal(padded.tokens, known.tokens)
     bare = replace(second, endings=None, versions=None, token_ids=None)
     for arm in NEEDY:
         with pytest.raises(ValueError, match="which the Gram does not have; the rollouts that it was made of did not"):
