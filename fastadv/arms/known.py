@@ -19,18 +19,18 @@ class Known:
     Attributes:
         train_version: of the weights that are about to be updated; None: the newest version in the batch.
         stale: `[B]` bool, rollouts that are stale; None: by `Batch.versions`.
-        repeating: `[B]` bool, rollouts that repeat themselves at the end, by as many tokens as the arm asks about;
-            None: by `Batch.token_ids`.
         keep_probability: `[B]` in (0, 1], with which each rollout got into the batch; None: all of them did.
         group_ids: `[B]` integers or strings that coins of groups are tossed by, the same in every pass and process;
             without them: the smallest row id of each group.
+        repeating: `[B]` bool, rollouts that repeat themselves at the end, by as many tokens as the arm asks about;
+            None: by `Batch.token_ids`.
     """
 
     train_version: int | None = None
     stale: Tensor | None = None  # [B]
-    repeating: Tensor | None = None  # [B]
     keep_probability: Tensor | None = None  # [B]
     group_ids: Ids | None = None  # [B]
+    repeating: Tensor | None = None  # [B]
 
 
 NOTHING = Known()
