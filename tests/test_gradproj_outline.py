@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fastadv as fa
+from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.arms.rules import Condition, repeating
 from fastadv.gradproj import SegmentGram, project
 from fastadv.gradproj.gram_file import OLDER
 from fastadv.gradproj.outline import Repeats, outline
 from fastadv.gradproj.projections import apply_to_gram, turn_weights
 from fastadv.outcomes import Ending
-from fastadv.arms.prompt_sums import prompt_sums
 from fastadv.replay.pipeline import ReplayOptions, replay
 from fastadv.replay.policy import Policy
 from fastadv.replay.readers import ReadOptions, read
