@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import worlds
 from torch import Tensor
 
 import fastadv as fa
@@ -104,8 +103,7 @@ def by_parts(rank: int) -> dict[str, Tensor]:
     return results
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
+def run_rank(rank: int, *, world: int) -> dict[str, Any]:
     mine = joined([rollouts(r) for r in range(rank, 4, world)])  # fewer ranks hold the same rollouts
     step = fa.denominators(mine["mask"], process_group=dist.group.WORLD)
     results: dict[str, Any] = {
@@ -123,19 +121,14 @@ def run_rank(rank: int, world: int, folder: str) -> None:
         averaged = torch.stack([total, theta.grad.double()]) / world  # as a data-parallel trainer averages
         dist.all_reduce(averaged)
         results[name] = averaged
-    torch.save(results, f"{folder}/result-{world}-{rank}.pt")
     if world == 4:
-        torch.save(by_parts(rank), f"{folder}/parts-{rank}.pt")
-    dist.destroy_process_group()
+        results["parts"] = by_parts(rank)
+    return results
 
 
 def test_one_rank_equals_two_equals_four() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        for world in (1, 2, 4):
-            mp.spawn(run_rank, (world, folder), nprocs=world)
-        results = {w: [torch.load(f"{folder}/result-{w}-{r}.pt") for r in range(w)] for w in (1, 2, 4)}
-        parts = [torch.load(f"{folder}/parts-{r}.pt") for r in range(4)]
+    results = {world: worlds.run(partial(run_rank, world=world), world) for world in (1, 2, 4)}
+    parts = [result["parts"] for result in results[4]]
     whole = joined([rollouts(r) for r in range(4)])
     local = fa.denominators(whole["mask"])
     exact = {}

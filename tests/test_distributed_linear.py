@@ -3,15 +3,12 @@ of which two are a group of their own."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import worlds
 from torch import Tensor
 
 import fastadv as fa
@@ -117,27 +114,19 @@ def split_sequence(rank: int, world: int) -> dict[str, Any]:
     return {"mine": mine, "loss": policy_loss(given, CONFIG, denominator=step)}
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=max(WORLDS))
+def run_rank(rank: int) -> dict[int, Any]:
+    found: dict[int, Any] = {}
     for world in WORLDS:
         group = dist.new_group(list(range(world)))
         if rank < world:
-            results = {"vocabulary": split_vocabulary(rank, world, group), "sequence": split_sequence(rank, world)}
-            torch.save(results, f"{folder}/result-{world}-{rank}.pt")
-    dist.destroy_process_group()
+            found[world] = {"vocabulary": split_vocabulary(rank, world, group), "sequence": split_sequence(rank, world)}
+    return found
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: Any) -> dict[int, list[dict[str, Any]]]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    folder = tmp_path_factory.mktemp("gloo")
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "fastadv", "pytest"])  # imported once
-    mp.start_processes(run_rank, (str(folder),), nprocs=max(WORLDS), start_method="forkserver")
-    return {
-        world: [torch.load(Path(folder) / f"result-{world}-{rank}.pt", weights_only=False) for rank in range(world)]
-        for world in WORLDS
-    }
+def ranks() -> dict[int, list[dict[str, Any]]]:
+    found = worlds.run(run_rank, max(WORLDS))
+    return {world: [rank[world] for rank in found[:world]] for world in WORLDS}
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import worlds
 from draws import BACKENDS
 from test_reports import case, numbers
 from torch import Tensor
@@ -48,9 +45,8 @@ def results(b: dict[str, Tensor], group: Any, backend: str) -> dict[str, Tensor]
     return {"whiten": whitened, "plus": plus.advantages, "gae": critic.advantages, "baseline": baseline.advantages}
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=max(HOLDS))
+def run_rank(rank: int) -> dict[int, Any]:
+    worlds_found: dict[int, Any] = {}
     for world in HOLDS:
         group = dist.new_group(list(range(world)))
         if rank >= world:
@@ -63,16 +59,13 @@ def run_rank(rank: int, folder: str) -> None:
             found[backend]["known"] = fa.whiten(
                 tokens, torch.ones(len(tokens)), process_group=group, backend=backend
             )  # fmt: skip
-        torch.save(found, f"{folder}/{world}-{rank}.pt")
-    dist.destroy_process_group()
+        worlds_found[world] = found
+    return worlds_found
 
 
 def test_b37_ranks_whiten_together_and_one_of_them_may_be_empty() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "fastadv", "pytest"])  # imported once
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run_rank, (folder,), nprocs=max(HOLDS), start_method="forkserver")
-        found = {world: [torch.load(f"{folder}/{world}-{r}.pt") for r in range(world)] for world in HOLDS}
+    ranks = worlds.run(run_rank, max(HOLDS))
+    found = {world: [rank[world] for rank in ranks[:world]] for world in HOLDS}
     for backend in BACKENDS:
         whole = results(batch(), None, backend)
         for world, ranks in found.items():

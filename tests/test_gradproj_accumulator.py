@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import worlds
 from tiny_lm import VOCABULARY, TinyLM, flat, largest_error
 from torch import Tensor, nn
 
@@ -241,9 +239,7 @@ def message(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-def run_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def run_rank(rank: int) -> dict[str, Any]:
     world: Any = dist.group.WORLD
     rows = torch.arange(ROLLOUTS).chunk(2)[rank]
     found: dict[str, Any] = {}
@@ -281,17 +277,13 @@ def run_rank(rank: int, folder: str) -> None:
         accumulator = GramAccumulator(1, process_group=world, filter=chosen)
         accumulator.capture(0, model)
         found[f"tensor parallel, {name}"] = accumulator.gram()
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (folder,), nprocs=2)
-        return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+    return worlds.run(run_rank, 2)
 
 
 def test_shards_of_fsdp2_give_the_unsharded_gram(ranks: list[dict[str, Any]]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import worlds
 from tiny_lm import VOCABULARY, TinyLM
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -375,11 +373,9 @@ def whole_model() -> TinyLM:
     return TinyLM().double()
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.set_num_threads(1)
     world: Any = dist.group.WORLD
     rows = torch.arange(ROLLOUTS).chunk(2)[rank]
     replicas = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -401,8 +397,7 @@ def run_rank(rank: int, folder: str) -> None:
     optimizer = torch.optim.SGD([buffer], lr=0.5)
     gradients = {"both": [torch.ones(3 + rank)], "second": [torch.ones(4)] if rank else [None]}
     found["parts"] = fa.update_norms(optimizer, gradients, process_group=world)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -416,10 +411,7 @@ def refusal(call: Callable[[], Any]) -> str:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (folder,), nprocs=2)
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
+    return worlds.run(run_rank, 2)
 
 
 @pytest.mark.row(19)
