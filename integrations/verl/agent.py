@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fastadv.integrations.verl.keys import TRAINER, EstimatorOptions, key_error, mapping, number
+from fastadv.integrations.keys import key_error, mapping, number
+from fastadv.integrations.verl.keys import TRAINER, EstimatorOptions
 from fastadv.integrations.verl.rows import told
 from torch import Tensor
 

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from fastadv.integrations.verl.keys import ROOT, TRAINER, EstimatorOptions, plain, read
+from fastadv.integrations.keys import plain
+from fastadv.integrations.verl.keys import ROOT, TRAINER, EstimatorOptions, read
 from fastadv.integrations.verl.rows import Rows, stable_ids, told
 from torch import Tensor
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from fastadv.integrations import keys
+from fastadv.integrations.keys import key_error, plain
+
 import fastadv as fa
 from fastadv import validation
-from fastadv.arms.text import shown
 from fastadv.ops.group_advantages import POPULATIONS, SCALES
 from fastadv.ops.turn_advantages import SHRINK_TARGETS
 
@@ -23,48 +25,10 @@ SINGLETONS = ("zero", "raw")
 TIMEOUTS = ("infra", "budget")
 
 
-def key_error(path: str, value: Any, fix: str) -> ValueError:
-    """An error about the value of a yaml key: `algorithm.fastadv.kappa is -1; it must be at least 0`."""
-    return ValueError(f"{path} is {shown(value)}; {fix}")
-
-
-def mapping(path: str, value: Any, valid: tuple[str, ...]) -> dict[str, Any]:
-    """The keys of a mapping of the yaml, which have to be among the valid ones; none where it is null.
-
-    Raises:
-        ValueError: not a mapping, an unknown key.
-    """
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise key_error(path, value, f"it must be a mapping with keys among {', '.join(valid)}")
-    for key in value:
-        if key not in valid:
-            hint = validation.did_you_mean(str(key), valid)
-            raise ValueError(f"{path}.{key} is no key of fastadv{hint}; {path} has {', '.join(valid)}")
-    return {str(key): item for key, item in value.items()}
-
-
-def number(path: str, value: Any) -> float:
-    """The value, which has to be a number that is no NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise key_error(path, value, "it must be a number")
-    return value
-
-
 def read(config: Any, name: str, default: Any = None) -> Any:
     """A key of verl's config (DictConfig, AlgoConfig, a dictionary, None); `default` where it is not there or null."""
     value = None if config is None else config.get(name, None)
     return default if value is None else value
-
-
-def plain(value: Any) -> Any:
-    """A part of verl's config as dictionaries, lists, strings and numbers, interpolations resolved."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    return value
 
 
 @dataclass(frozen=True)
@@ -130,9 +94,9 @@ class EstimatorOptions:
             **values,
             trainer=MappingProxyType({key: given[key] for key in TRAINER_KEYS if key in given}),
             given=frozenset(given),
-            gamma=_number("algorithm.gamma", read(algorithm, "gamma", 1.0)),
-            lam=_number("algorithm.lam", read(algorithm, "lam", 1.0)),
-            norm_adv_by_std_in_grpo=_flag(
+            gamma=keys.non_negative("algorithm.gamma", read(algorithm, "gamma", 1.0)),
+            lam=keys.non_negative("algorithm.lam", read(algorithm, "lam", 1.0)),
+            norm_adv_by_std_in_grpo=keys.flag(
                 "algorithm.norm_adv_by_std_in_grpo", read(algorithm, "norm_adv_by_std_in_grpo", True)
             ),
         )
@@ -150,65 +114,18 @@ def _unknown(key: str) -> str:
     return f"{ROOT}.{key} is no key of fastadv{hint}; the keys are {', '.join(valid)}"
 
 
-def _number(path: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise key_error(path, value, "pass a finite number, at least 0")
-    return value
-
-
-def _finite(path: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
-        raise key_error(path, value, "pass a finite number")
-    return value
-
-
-def _flag(path: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise key_error(path, value, "pass true or false")
-    return value
-
-
-def _one_of(*valid: str) -> Any:
-    def choose(path: str, value: Any) -> Any:
-        if value not in valid:
-            raise key_error(path, value, f"it must be one of {', '.join(valid)}")
-        return value
-
-    return choose
-
-
-def _estimator(path: str, value: Any) -> str:
-    if value not in fa.ESTIMATORS:
-        hint = validation.did_you_mean(str(value), fa.ESTIMATORS).strip(" ()")
-        raise key_error(path, value, f"{hint + '; ' if hint else ''}the names are {', '.join(sorted(fa.ESTIMATORS))}")
-    return str(value)
-
-
-def _mapping(path: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise key_error(path, value, "pass a mapping of the estimator's options")
-    return MappingProxyType(value)
-
-
-def _arm(path: str, value: Any) -> fa.Arm:
-    try:
-        return fa.named_arm(value) if isinstance(value, str) else fa.arm_from_dict(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 # Our keys, and how each is read.
 OWN: dict[str, Any] = {
-    "kappa": _number,
-    "shrink_to": _one_of(*SHRINK_TARGETS),
-    "population": _one_of(*POPULATIONS),
-    "scale": _one_of(*SCALES),
-    "ddof": _number,
-    "eps": _number,
-    "singleton": _one_of(*SINGLETONS),
-    "estimator": _estimator,
-    "options": _mapping,
-    "arm": _arm,
-    "solved_above": _finite,
-    "timeout": _one_of(*TIMEOUTS),
+    "kappa": keys.non_negative,
+    "shrink_to": keys.one_of(*SHRINK_TARGETS),
+    "population": keys.one_of(*POPULATIONS),
+    "scale": keys.one_of(*SCALES),
+    "ddof": keys.non_negative,
+    "eps": keys.non_negative,
+    "singleton": keys.one_of(*SINGLETONS),
+    "estimator": keys.estimator,
+    "options": keys.options_mapping,
+    "arm": keys.arm,
+    "solved_above": keys.finite,
+    "timeout": keys.one_of(*TIMEOUTS),
 }

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastadv.integrations.verl.keys import key_error
+from fastadv.integrations.keys import key_error
 from fastadv.integrations.verl.policy_losses import LOSS_MODES, OWN, loss_config
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from fastadv.integrations.verl.keys import key_error
+from fastadv.integrations.keys import key_error
 from torch import Tensor
 
 import fastadv as fa
