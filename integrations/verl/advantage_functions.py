@@ -251,7 +251,7 @@ def compute_opo_outcome_advantage(
     **kwargs: Any,
 ) -> Result:
     """verl's "opo": the mean weights rewards by the tokens of the mask."""
-    mask = response_mask
+    mask = response_mask.bool()  # read twice: as one byte a token it costs less, the copy included
     groups, lengths = fa.group_index(index).to(mask.device), fa.token_counts(mask)
     found = _estimate("opo/verl", _scores(token_level_rewards), groups, lengths=lengths)[0]
     # The one row with tokens among several without is beside itself to verl, and alone to the estimator.
