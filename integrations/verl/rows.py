@@ -290,7 +290,8 @@ class Rows:
 
     def spread(self, per_row: Tensor) -> Tensor:
         """A value of each row at its tokens of the mask, 0 elsewhere: `[B, R]` float32."""
-        return fa.token_returns(self.mask, rewards=per_row).returns
+        mask = self.__dict__.get("on", self.mask)  # where it was made, it is the smaller one
+        return fa.token_returns(mask, rewards=per_row).returns
 
     @property
     def turns(self) -> Tensor:
