@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.outcomes import Ending, listed
+from fastadv.outcomes import NO_RESULT, Ending, listed
 from fastadv.status_tables import SYSTEMS, StatusTable
 
 Status = str | enum.Enum | None
 LARGEST = 2**63 - 1
+_AGENTS = ("miles-agent", "mini-swe-agent")  # whose exit statuses a sample may hold
+_LONGEST_STATUS = 80
 
 
 def ending(system: str, status: Status, *, strict: bool = True) -> Ending:
@@ -62,6 +64,30 @@ def endings(system: str, statuses: Sequence[Status], *, strict: bool = True) -> 
             found = known[key] = _ending(f"endings: row {row}", system, table, status, strict)
         result.append(found)
     return torch.tensor(result, dtype=torch.int64)
+
+
+def sample_ending(status: Status, exit_status: object = None) -> Ending:
+    """The Ending of a sample of Miles or slime: by its status, which an agent's own loop may say more precisely.
+
+    The engine says "completed" of a reply whose agent then ran out of turns or time; a sample without a result has none
+    whatever the agent says, and one that was cut off was not submitted.
+
+    Args:
+        status: `Sample.status`.
+        exit_status: `Sample.metadata["exit_status"]`; what is no text, or none that an agent is known to write, says
+            nothing.
+
+    Raises:
+        ValueError, TypeError: as of `ending`, of the status.
+    """
+    by_status = ending("miles", status)
+    if by_status in NO_RESULT or not isinstance(exit_status, str) or len(exit_status) > _LONGEST_STATUS:
+        return by_status
+    for agent in _AGENTS:
+        said = ending(agent, exit_status, strict=False)
+        if said != Ending.UNKNOWN:
+            return by_status if said == Ending.SUBMITTED else said
+    return by_status
 
 
 def flagged_endings(system: str, flags: Mapping[str, Tensor]) -> Tensor:

@@ -77,6 +77,13 @@ def integer(path: str, value: Any) -> int:
     return value
 
 
+def count(path: str, value: Any) -> int:
+    """The value, which has to be a whole number that is at least 1."""
+    if integer(path, value) < 1:
+        raise key_error(path, value, "it must be at least 1")
+    return int(value)
+
+
 def text(path: str, value: Any) -> str:
     """The value, which has to be a text."""
     if not isinstance(value, str):
@@ -117,9 +124,10 @@ def options_mapping(path: str, value: Any) -> Mapping[str, Any]:
     return MappingProxyType(value)
 
 
-def arm(path: str, value: Any) -> fa.Arm:
-    """An arm, written as `fastadv.named_arm` takes it, or as a mapping that `fastadv.arm_from_dict` takes."""
+def arm(path: str, value: Any, *, seed: int = 0) -> fa.Arm:
+    """An arm, written as `fastadv.named_arm` takes it (with this seed), or as a mapping that `fastadv.arm_from_dict`
+    takes."""
     try:
-        return fa.named_arm(value) if isinstance(value, str) else fa.arm_from_dict(value)
+        return fa.named_arm(value, seed=seed) if isinstance(value, str) else fa.arm_from_dict(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -34,11 +34,9 @@ from fastadv.replay.readers.rollouts import (
     short,
 )
 from fastadv.status_tables import SYSTEMS
-from fastadv.statuses import ending
+from fastadv.statuses import ending, sample_ending
 
 STATUSES = tuple(SYSTEMS["miles"].statuses)
-AGENTS = ("miles-agent", "mini-swe-agent")  # whose exit statuses the metadata may hold
-LONGEST_STATUS = 80
 EXPECTED = {int: "an integer", str: "a text", dict: "a dictionary", list: "a list of numbers"}
 LARGEST_EXPANSION = 20  # torch.save does not compress; token lists that somebody zipped again shrink to a fifth or so
 
@@ -185,22 +183,6 @@ class _Sample:
         return reward_of(f"{self.where}: the reward", value)
 
 
-def _ending_of(status: str, exit_status: object) -> Ending:
-    """How a sample ended: by its status, which an agent's own loop may say more precisely.
-
-    The engine says "completed" of a reply whose agent then ran out of turns or time; a sample without a result has none
-    whatever the agent says, and one that was cut off was not submitted.
-    """
-    by_status = ending("miles", status)
-    if by_status in NO_RESULT or not isinstance(exit_status, str) or len(exit_status) > LONGEST_STATUS:
-        return by_status
-    for agent in AGENTS:
-        said = ending(agent, exit_status, strict=False)
-        if said != Ending.UNKNOWN:
-            return by_status if said == Ending.SUBMITTED else said
-    return by_status
-
-
 def _versions_of(versions: object, mask: np.ndarray) -> np.ndarray | None:
     """The version of the weights that sampled each token; None where it is not known.
 
@@ -261,7 +243,7 @@ class _Columns:
                 f"{sample.where}: 'status' is {short(status)}; Miles and slime write {', '.join(STATUSES)}"
             )
         metadata = sample.get("metadata", dict, optional=True) or {}
-        reward, ended = sample.reward(options.reward_key), _ending_of(status, metadata.get("exit_status"))
+        reward, ended = sample.reward(options.reward_key), sample_ending(status, metadata.get("exit_status"))
         self.plain_rewards += sample.plain_reward
         finished = ending("miles", status) not in NO_RESULT
         self.failed_agents += finished and ended in NO_RESULT

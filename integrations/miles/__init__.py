@@ -1,0 +1,22 @@
+"""Miles drop-in: hooks that its flags name, `--custom-reward-post-process-path
+fastadv.integrations.miles.reward_post_process` and so on (docs/miles.md). Nothing of Miles is imported before a hook is
+called.
+"""
+
+from fastadv.integrations.miles.filters import (
+    mask_predictable,
+    mask_random,
+    mask_truncated,
+    mask_truncated_zero_reward,
+)
+from fastadv.integrations.miles.options import Options
+from fastadv.integrations.miles.reward import reward_post_process
+
+__all__ = [
+    "Options",
+    "mask_predictable",
+    "mask_random",
+    "mask_truncated",
+    "mask_truncated_zero_reward",
+    "reward_post_process",
+]

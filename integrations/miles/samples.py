@@ -1,0 +1,295 @@
+"""Samples of Miles and slime as a batch of rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fastadv.integrations.miles.options import Options
+from fastadv.integrations.miles.runs import Runs, find_runs, turns_of_runs
+from torch import Tensor
+
+from fastadv import Arm, Batch, outcomes_of
+from fastadv.arms import Known, Rescue
+from fastadv.outcomes import Outcome
+from fastadv.statuses import sample_ending
+
+# What `RescueDataBuffer` writes into the metadata of a group's samples.
+LOSS_WEIGHT, STALENESS, TAKEN = "fastadv_loss_weight", "fastadv_staleness", "fastadv_groups_taken"
+
+
+@dataclass(frozen=True, eq=False)
+class SampleBatch:
+    """Samples as rollouts. A rollout is the samples that share a `rollout_id` (else `index`) within a group.
+
+    The batch is an outline: one token a turn where turns matter, one a rollout where they do not, so that nobody reads
+    token lists for advantages of rollouts.
+
+    Attributes:
+        samples: as the hook got them, `[S]`.
+        rollout: `[S]` int64, rollout of each sample in `batch`; -1 for samples of a rollout without a result.
+        raw_rewards: `[S]` rewards as they were given; 0.0 for none.
+        batch: the rollouts with a result, in order of appearance; rewards shaped.
+        lengths: `[B]` int64, response tokens of each rollout.
+        known: what an arm may ask besides.
+        loss_weights: `[B]` float64, of the buffer; None: no buffer of ours gave these samples.
+        taken: groups that were taken from the buffer to get these; None: not known.
+        runs: of the masks; None: turns were not looked at.
+        turns: `[R]` int64, which turn of its rollout each run is; None with `runs`.
+        without_result: rollouts that are not in `batch`.
+    """
+
+    samples: Sequence[Any]
+    rollout: Tensor  # [S]
+    raw_rewards: list[float]
+    batch: Batch
+    lengths: Tensor  # [B]
+    known: Known
+    loss_weights: Tensor | None = None  # [B]
+    taken: int | None = None
+    runs: Runs | None = None
+    turns: np.ndarray | None = None  # [R]
+    without_result: int = 0
+
+    def at_samples(self, values: Tensor) -> Tensor:
+        """A value of each rollout at its samples, `[S]` float64; 0 for samples without a result."""
+        padded = torch.cat([values.to(torch.float64), torch.zeros(1, dtype=torch.float64)])
+        return padded[self.rollout]
+
+
+def reads_turns(options: Options) -> bool:
+    """Whether advantages differ by turn."""
+    return options.arm is not None and options.arm.level == "turn"
+
+
+def read_samples(args: Any, samples: Sequence[Any], options: Options) -> SampleBatch:
+    """Makes the batch.
+
+    Args:
+        args: the trainer's namespace; `reward_key`, `n_samples_per_prompt` are read.
+        samples: `[S]` samples, of groups of any size and order.
+        options: the run's.
+
+    Raises:
+        ValueError: rewards that differ within a rollout, a dictionary as reward without --reward-key, samples without
+            groups, a loss mask that is no mask, versions that an arm needs and nobody wrote.
+    """
+    number, members = _rollouts(args, samples)
+    last = [_last(samples, rows) for rows in members]
+    rewards = [_shared_reward(args, samples, rows) for rows in members]
+    endings = torch.tensor([int(ending_of(samples[row])) for row in last], dtype=torch.int64)
+    outcomes, capped = outcomes_of(
+        endings, torch.tensor(rewards, dtype=torch.float64), solved_above=options.solved_above,
+        timeout=options.timeout_outcome,
+    )  # fmt: skip
+    has_result = outcomes != Outcome.INFRA
+    kept = has_result.nonzero().squeeze(1).tolist()
+    place = torch.where(has_result, has_result.cumsum(0) - 1, -1)  # [all rollouts]
+    runs = turns = None
+    reached = np.ones(len(kept), np.int64)
+    if reads_turns(options):
+        runs = find_runs([s.loss_mask for s in samples], [s.response_length for s in samples])
+        turns = _turns(samples, members, runs)
+        reached = _reached(turns, np.repeat(place[number].numpy(), runs.counts), len(kept))
+    lengths = torch.tensor([sum(samples[row].response_length for row in members[r]) for r in kept], dtype=torch.int64)
+    groups = [_group(samples[last[r]], last[r], args, len(samples)) for r in kept]
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(reached)]))
+    tokens = int(offsets[-1])
+    batch = Batch.of(
+        mask=torch.ones(tokens, dtype=torch.bool),
+        turn_ids=torch.arange(tokens) - torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=tokens),
+        cu_seqlens=offsets,
+        rewards=options.reward.apply(
+            torch.tensor([rewards[r] for r in kept], dtype=torch.float64), lengths, capped[has_result],
+            longest=getattr(args, "rollout_max_response_len", None), solved_above=options.solved_above,
+        ),
+        group_ids=groups,
+        outcomes=outcomes[has_result],
+        capped=capped[has_result],
+        endings=endings[has_result],
+        row_ids=torch.tensor([_row_id(samples[last[r]], last[r]) for r in kept], dtype=torch.int64),
+    )  # fmt: skip
+    owners = [samples[last[r]] for r in kept]
+    return SampleBatch(
+        samples,
+        place[number],
+        [0.0 if math.isnan(rewards[r]) else rewards[r] for r in number.tolist()],
+        batch,
+        lengths,
+        _known(options.arm, batch, [[samples[row] for row in members[r]] for r in kept], groups, owners),
+        *_of_buffer(owners, groups),
+        runs,
+        turns,
+        len(members) - len(kept),
+    )
+
+
+def ending_of(sample: Any) -> int:
+    """The Ending of a sample, by its status and `metadata["exit_status"]`."""
+    return sample_ending(sample.status, _metadata(sample).get("exit_status"))
+
+
+def _metadata(sample: Any) -> dict[str, Any]:
+    return sample.metadata or {}
+
+
+def _rollouts(args: Any, samples: Sequence[Any]) -> tuple[Tensor, list[list[int]]]:
+    """Number of the rollout of each sample `[S]`, and the samples of each."""
+    numbers: dict[Any, int] = {}
+    of_sample: list[int] = []
+    members: list[list[int]] = []
+    for row, sample in enumerate(samples):
+        own = sample.rollout_id if getattr(sample, "rollout_id", None) is not None else sample.index
+        key = (_group(sample, row, args, len(samples)), ("row", row) if own is None else own)
+        found = numbers.setdefault(key, len(numbers))
+        if found == len(members):
+            members.append([])
+        members[found].append(row)
+        of_sample.append(found)
+    return torch.tensor(of_sample, dtype=torch.int64), members
+
+
+def _group(sample: Any, row: int, args: Any, count: int) -> int | str:
+    """The group of a sample; without group_index, by its place, as Miles and slime do where groups are whole."""
+    if sample.group_index is not None:
+        found: int | str = sample.group_index
+        return found
+    size = getattr(args, "n_samples_per_prompt", None)
+    if not size or count % size:
+        raise ValueError(
+            f"sample {row} has no group_index, and {count} samples are no whole number of groups of "
+            f"--n-samples-per-prompt {size}: nobody can tell which samples are of one prompt"
+        )
+    return int(row // size)
+
+
+def _row_id(sample: Any, row: int) -> int:
+    own = sample.rollout_id if getattr(sample, "rollout_id", None) is not None else sample.index
+    return own if isinstance(own, int) else row
+
+
+def _last(samples: Sequence[Any], rows: list[int]) -> int:
+    """The sample that a rollout ended with: pickers may reorder leaves, whose node ids are in order of calls."""
+    leaves = [_metadata(samples[row]).get("leaf") for row in rows]
+    if len(rows) > 1 and all(isinstance(leaf, dict) and isinstance(leaf.get("node_id"), int) for leaf in leaves):
+        return max((leaf["node_id"], row) for leaf, row in zip(leaves, rows, strict=True) if leaf is not None)[1]
+    return rows[-1]
+
+
+def _shared_reward(args: Any, samples: Sequence[Any], rows: list[int]) -> float:
+    """The reward of a rollout, NaN for none."""
+    found = {row: _reward(args, samples[row], row) for row in rows}
+    given = {reward for reward in found.values() if not math.isnan(reward)}
+    if len(given) > 1:
+        shown = ", ".join(f"sample {row}: {reward:g}" for row, reward in found.items())
+        raise ValueError(
+            f"the samples of one rollout have several rewards ({shown}); a rollout has one, or its votes for the "
+            "baseline of its group would contradict each other"
+        )
+    return given.pop() if given else math.nan
+
+
+def _reward(args: Any, sample: Any, row: int) -> float:
+    value, key = sample.reward, getattr(args, "reward_key", None)
+    if isinstance(value, dict):
+        if not key:
+            raise ValueError(
+                f"sample {row}: the reward is a dictionary with {', '.join(map(str, value))}; choose one with "
+                "--reward-key"
+            )
+        if key not in value:
+            raise ValueError(
+                f"sample {row}: the reward has no --reward-key {key!r}; it has {', '.join(map(str, value))}"
+            )
+        value = value[key]
+    if value is None:
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"sample {row}: the reward is {value!r}, which is no number") from error
+
+
+def _turns(samples: Sequence[Any], members: list[list[int]], runs: Runs) -> np.ndarray:
+    """Which turn of its rollout each run is, `[R]` int64."""
+    counts = np.diff(runs.offsets)
+    turns: np.ndarray = np.arange(len(runs.begin)) - np.repeat(runs.offsets[:-1], counts)  # [R]
+    for rows in members:
+        if len(rows) == 1:
+            continue
+        try:
+            found = turns_of_runs([counts[row] for row in rows], [_metadata(samples[row]).get("leaf") for row in rows])
+        except ValueError as error:
+            raise ValueError(f"samples {rows}: {error}") from error
+        for row, turn in zip(rows, found, strict=True):
+            turns[runs.offsets[row] : runs.offsets[row + 1]] = turn
+    return turns
+
+
+def _reached(turns: np.ndarray, rollout: np.ndarray, count: int) -> np.ndarray:
+    """Turns of each rollout, `[B]` int64; `rollout [R]` is that of each run, -1 for none."""
+    reached = np.zeros(count, np.int64)
+    voting = rollout >= 0
+    np.maximum.at(reached, rollout[voting], turns[voting] + 1)
+    return reached
+
+
+def _of_buffer(owners: list[Any], groups: list[int | str]) -> tuple[Tensor | None, int | None]:
+    """Weights of rollouts and how many groups were taken, as the buffer wrote them."""
+    weights = [_metadata(sample).get(LOSS_WEIGHT) for sample in owners]
+    if all(weight is None for weight in weights):
+        return None, None
+    if any(weight is None for weight in weights):
+        row = weights.index(None)
+        raise ValueError(
+            f"rollout {row} has no {LOSS_WEIGHT} in its metadata, others have: they did not come through one buffer"
+        )
+    taken = {group: _metadata(sample).get(TAKEN) for group, sample in zip(groups, owners, strict=True)}
+    counts = [count for count in taken.values() if isinstance(count, int)]
+    return torch.tensor(weights, dtype=torch.float64), sum(counts) if len(counts) == len(taken) else None
+
+
+def _known(
+    arm: Arm | None, batch: Batch, members: list[list[Any]], groups: list[int | str], owners: list[Any]
+) -> Known:
+    if arm is None:
+        return Known()
+    condition = arm.condition
+    after = None if condition is None else condition.stale_after
+    if isinstance(arm.row_weights, Rescue):
+        after = arm.row_weights.stale_after
+    stale = None if after is None else _stale(arm, members, groups, owners, after)
+    repeats = 0 if condition is None else condition.not_repeating
+    repeating = None
+    if repeats:
+        repeating = torch.tensor([_repeats(samples[-1], repeats) for samples in members], dtype=torch.bool)
+    return Known(stale=stale, group_ids=groups, repeating=repeating)
+
+
+def _stale(arm: Arm, members: list[list[Any]], groups: list[int | str], owners: list[Any], after: int) -> Tensor:
+    """Rollouts of stale groups, `[B]` bool: by what the buffer measured, else by versions against the newest here."""
+    measured = [s for sample in owners if isinstance(s := _metadata(sample).get(STALENESS), int)]
+    if len(measured) == len(owners):
+        return torch.tensor([staleness > after for staleness in measured], dtype=torch.bool)
+    versions = [[int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()] for samples in members]
+    for row, found in enumerate(versions):
+        if not found:
+            raise ValueError(
+                f"arm {arm.name!r} reads how stale groups are, but rollout {row} has neither {STALENESS} in its "
+                "metadata, which RescueDataBuffer writes, nor weight_versions"
+            )
+    newest = max((max(found) for found in versions), default=0)
+    oldest: dict[int | str, int] = {}
+    for group, found in zip(groups, versions, strict=True):
+        oldest[group] = min(oldest.get(group, newest), *found)
+    return torch.tensor([newest - oldest[group] > after for group in groups], dtype=torch.bool)
+
+
+def _repeats(sample: Any, tokens: int) -> bool:
+    """Whether a response's last tokens are those before them once more."""
+    ids = sample.tokens
+    return sample.response_length >= 2 * tokens and list(ids[-tokens:]) == list(ids[-2 * tokens : -tokens])

@@ -1,0 +1,132 @@
+"""Stand-ins for what Miles and slime hand to hooks, written from their documented signatures (August 2026, newer)."""
+
+from __future__ import annotations
+
+import enum
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+class Status(enum.Enum):
+    """Sample.Status of both."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class SlimeSample:
+    """What slime's and Miles' Sample have in common."""
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: Status = Status.COMPLETED
+    metadata: dict[str, Any] | None = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The oldest version of the weights that sampled it."""
+        versions = [int(v) for v in self.weight_versions if str(v).isdigit()]
+        return min(versions, default=None)
+
+
+@dataclass
+class MilesSample(SlimeSample):
+    """Miles' own fields besides."""
+
+    teacher_log_probs: list[float] | None = None
+    opd_reverse_kl: list[float] | None = None
+
+
+SAMPLES = (MilesSample, SlimeSample)
+
+
+def arguments(fastadv: Any = None, **flags: Any) -> Namespace:
+    """The trainer's namespace, with the mapping that --custom-config-path put there."""
+    given = {
+        "advantage_estimator": "grpo",
+        "reward_key": None,
+        "n_samples_per_prompt": 4,
+        "rollout_batch_size": 2,
+        "normalize_advantages": False,
+        "use_opsm": False,
+        "use_opd": False,
+        "loss_type": "policy_loss",
+        "rollout_sample_filter_path": None,
+        **flags,
+    }
+    if fastadv is not None:
+        given["fastadv"] = fastadv
+    return Namespace(**given)
+
+
+def mask_of(turns: int, *, sampled: int = 3, observed: int = 2) -> list[int]:
+    """Turns of sampled tokens with observations between them."""
+    mask = ([1] * sampled + [0] * observed) * turns
+    return mask[: len(mask) - observed]
+
+
+def make(
+    reward: float | dict[str, Any] | None, *, group: int | None = 0, index: int | None = 0, turns: int = 1,
+    kind: type[SlimeSample] = MilesSample, prompt: int = 2, **fields: Any,
+) -> Any:  # fmt: skip
+    """A sample of some turns."""
+    mask = fields.pop("loss_mask", mask_of(turns))
+    length = fields.pop("response_length", len(mask) if mask is not None else 0)
+    return kind(
+        group_index=group, index=index, tokens=list(range(prompt + length)), response_length=length, reward=reward,
+        loss_mask=mask, **fields,
+    )  # fmt: skip
+
+
+def drawn(generator: torch.Generator, groups: int, *, kind: type[SlimeSample] = MilesSample) -> list[Any]:
+    """Groups of one to six samples in a random order, completed and cut off."""
+    samples: list[Any] = []
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    for group in range(groups):
+        for _ in range(1 + draw(6)):
+            status = (Status.COMPLETED, Status.COMPLETED, Status.TRUNCATED)[draw(3)]
+            out_of_time = {"exit_status": "TimeLimitExceeded"} if draw(6) == 0 else {}
+            samples.append(
+                make(
+                    draw(5) / 4,
+                    group=10 * group + 3,
+                    index=len(samples),
+                    turns=1 + draw(5),
+                    kind=kind,
+                    status=status,
+                    metadata=out_of_time,
+                )
+            )
+    order = torch.randperm(len(samples), generator=generator).tolist()
+    return [samples[i] for i in order]
+
+
+def by_group(samples: Sequence[Any]) -> list[list[Any]]:
+    """Samples as a rollout function hands them on: a list a group."""
+    found: dict[Any, list[Any]] = {}
+    for sample in samples:
+        found.setdefault(sample.group_index, []).append(sample)
+    return list(found.values())
