@@ -130,3 +130,89 @@ def by_group(samples: Sequence[Any]) -> list[list[Any]]:
     for sample in samples:
         found.setdefault(sample.group_index, []).append(sample)
     return list(found.values())
+
+
+# ---- the asynchronous buffer, in its layout of August 2026 and in the newer one -------------------------------------
+
+
+@dataclass
+class BufferInput:
+    """What a buffer is made of."""
+
+    args: Namespace
+    unused_handler_fn: Any
+
+
+@dataclass
+class Entry:
+    """A group that was finished, and the prompts that it came from."""
+
+    prompt_group: list[Any]
+    group: list[Any]
+
+
+def _oldest(group: list[Any]) -> int | None:
+    samples = [s for item in group for s in (item if isinstance(item, list) else [item])]
+    return min((v for s in samples if (v := s.oldest_weight_version) is not None), default=None)
+
+
+class _Buffer:
+    def __init__(self, input: BufferInput) -> None:
+        self._args, self._handler, self._entries = input.args, input.unused_handler_fn, list[Entry]()
+        self._stale = 0
+        self._version: int | None = None
+
+    async def put(self, input: Entry) -> None:
+        self._entries.append(input)
+
+    def get_metrics(self) -> dict[str, float]:
+        buffered = [s for e in self._entries if (s := self._staleness(e.group, self._version)) is not None]
+        stale, self._stale = self._stale, 0
+        return {"rollout/fully_async/stale_groups_filtered": stale, "rollout/fully_async/queue_size": len(buffered)}
+
+    def _fits(self, staleness: int | None) -> bool:
+        limit = self._args.max_weight_staleness
+        return staleness is None or limit is None or staleness <= limit
+
+
+class AugustBuffer(_Buffer):
+    """`get` takes a group from the front, and asks how stale it is."""
+
+    async def get(self, current_version: int | None = None, **_: Any) -> Entry:
+        self._version = current_version
+        while True:
+            entry = self._entries.pop(0)
+            if self._fits(self._staleness(entry.group, current_version)):
+                return entry
+            self._stale += 1
+            self._handler(entry.prompt_group)
+
+    @staticmethod
+    def _staleness(group: list[Any], current_version: int | None) -> int | None:
+        oldest = _oldest(group)
+        return None if oldest is None or current_version is None else current_version - oldest
+
+
+class NewerBuffer(_Buffer):
+    """`get` first asks how stale all groups are and evicts, then hands several on."""
+
+    async def get(self, *, num_groups: int, current_version: int | None, **_: Any) -> list[Entry]:
+        self._version = current_version
+        stalenesses = [self._staleness(entry.group, current_version) for entry in self._entries]
+        for entry in self._evict_stale(current_version=current_version, stalenesses=stalenesses):
+            self._stale += 1
+            self._handler(entry.prompt_group)
+        taken, self._entries = self._entries[:num_groups], self._entries[num_groups:]
+        return taken
+
+    def _evict_stale(self, *, current_version: int | None, stalenesses: list[int | None]) -> list[Entry]:
+        fits = [self._fits(staleness) for staleness in stalenesses]
+        evicted = [entry for entry, fit in zip(self._entries, fits, strict=True) if not fit]
+        self._entries = [entry for entry, fit in zip(self._entries, fits, strict=True) if fit]
+        return evicted
+
+    def _staleness(self, group: list[Any], current_version: int | None) -> int | None:
+        return AugustBuffer._staleness(group, current_version)
+
+
+BUFFERS = (AugustBuffer, NewerBuffer)

@@ -3,6 +3,8 @@ fastadv.integrations.miles.reward_post_process` and so on (docs/miles.md). Nothi
 called.
 """
 
+from typing import Any
+
 from fastadv.integrations.miles.filters import (
     mask_predictable,
     mask_random,
@@ -20,3 +22,12 @@ __all__ = [
     "mask_truncated_zero_reward",
     "reward_post_process",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`RescueDataBuffer` when it is asked for: it is made of a class of Miles."""
+    if name != "RescueDataBuffer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fastadv.integrations.miles.buffer import rescue_data_buffer
+
+    return rescue_data_buffer()
