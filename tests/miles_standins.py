@@ -216,3 +216,25 @@ class NewerBuffer(_Buffer):
 
 
 BUFFERS = (AugustBuffer, NewerBuffer)
+
+
+# ---- the trainer's part of a batch -----------------------------------------------------------------------------------
+
+
+def rank_data(samples: Sequence[Any], advantages: Sequence[float], spans: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """`rollout_data` of one rank, after Miles made advantages of rewards as grpo does."""
+    local = [sum(end - begin for begin, end in own) for own in spans]
+    made = [
+        torch.ones(count) * torch.tensor(a, dtype=torch.float32) for count, a in zip(local, advantages, strict=True)
+    ]
+    return {
+        "rewards": list(advantages),
+        "loss_masks": [torch.tensor(s.loss_mask, dtype=torch.int) for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "total_lengths": [len(s.tokens) for s in samples],
+        "kl": [torch.zeros(count) for count in local],
+        "advantages": made,
+        "returns": made,
+        "round_number": [s.metadata["round_number"] for s in samples],
+        **more,
+    }

@@ -13,6 +13,7 @@ from fastadv.integrations.miles.filters import (
 )
 from fastadv.integrations.miles.options import Options
 from fastadv.integrations.miles.reward import reward_post_process
+from fastadv.integrations.miles.turns import megatron_init
 
 __all__ = [
     "Options",
@@ -20,6 +21,7 @@ __all__ = [
     "mask_random",
     "mask_truncated",
     "mask_truncated_zero_reward",
+    "megatron_init",
     "reward_post_process",
 ]
 
