@@ -3,19 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/*/*/*.h)
 
-.PHONY: test test-all test-verl peers sanitize replay bench profile host-cost gpu compiled lint format clean
+.PHONY: test test-all test-verl test-miles peers sanitize replay bench profile host-cost gpu compiled lint format clean
 
 # All checks that land a change: style, types, tests.
 test: lint .venv/verl
-	$(BIN)/pytest -q -m "not slow and not gpu and not peers"
+	$(BIN)/pytest -q -m "not slow and not gpu and not peers and not trainers"
 
 # The long proofs too.
 test-all: lint .venv/verl
-	$(BIN)/pytest -q -m "not gpu and not peers"
+	$(BIN)/pytest -q -m "not gpu and not peers and not trainers"
 
 # verl's own CPU tests, from the source archive of the version that we equal, with our functions in place of verl's.
 test-verl: .venv/verl
 	$(BIN)/python tests/verls_own_tests.py
+
+# Hooks under Miles' and slime's own code, from checkouts that FASTADV_MILES and FASTADV_SLIME name.
+test-miles: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt httpx
+	TORCHDYNAMO_DISABLE=1 $(BIN)/pytest -q -m trainers tests/test_miles_real.py
 
 # Every dialect against its owner's own code.
 peers: .venv/peers
