@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import fastadv as fa
 from fastadv import validation
 from fastadv.arms.text import shown
+
+Kind = TypeVar("Kind")
 
 
 def key_error(path: str, value: Any, fix: str) -> ValueError:
@@ -122,6 +125,36 @@ def options_mapping(path: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise key_error(path, value, "pass a mapping of the estimator's options")
     return MappingProxyType(value)
+
+
+def made(path: str, kind: type[Kind], value: Any) -> Kind:
+    """A dataclass such as `fastadv.Correction`, or the mapping of its fields.
+
+    Raises:
+        ValueError: no mapping, an unknown key, or fields that do not go together.
+    """
+    if isinstance(value, kind):
+        return value
+    valid = tuple(f.name for f in fields(kind))  # type: ignore[arg-type]
+    try:
+        settings = dict(value)
+    except (TypeError, ValueError):
+        raise key_error(path, value, f"it must be a mapping with keys of {', '.join(valid)}") from None
+    for name in sorted(settings.keys() - set(valid)):
+        hint = validation.did_you_mean(name, valid).strip(" ()")
+        raise key_error(
+            f"{path}.{name}", settings[name], f"{hint + ' ' if hint else ''}the keys are {', '.join(valid)}"
+        )
+    try:
+        return kind(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {str(error).partition(': ')[2] or error}") from error
+
+
+def made_all(path: str, kind: type[Kind], value: Any) -> tuple[Kind, ...]:
+    """Several of them: a list, or one alone."""
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(made(path, kind, item) for item in listed)
 
 
 def arm(path: str, value: Any, *, seed: int = 0) -> fa.Arm:

@@ -49,7 +49,6 @@ def test_a_file_named_by_the_environment(tmp_path: Any, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({}, "one of fastadv.arm and fastadv.estimator"),
         ({"arm": "mask", "estimator": "grpo/miles"}, "both are given"),
         ({"amr": "mask"}, r"fastadv.amr is no key of fastadv.*did you mean 'arm'"),
         ({"arm": "masc"}, r"fastadv.arm: .*'mask'"),
@@ -70,6 +69,15 @@ def test_a_file_named_by_the_environment(tmp_path: Any, monkeypatch: pytest.Monk
         ({**ARM, "filter_share": 0.5}, "only fastadv.filter: random reads it"),
         ({**ARM, "reward": {"overlong": {"factor": 1}}}, "fastadv.reward.overlong.cache_length"),
         ({**ARM, "reward": {"zero": True}}, "fastadv.reward.zero is no key"),
+        ({"loss": "pppo"}, r"fastadv.loss.preset is 'pppo'; it must be one of reinforce, "),
+        ({"loss": {"clip_lo": 0.1}}, r"fastadv.loss: 'clip_lo' is no option"),
+        ({"loss": {"preset": "sapo", "clip_low": 0.1}}, r"fastadv.loss: clip_low is an option of"),
+        ({"loss": {"loss_agg_mode": "token-mean"}}, "the trainer sums and divides by itself"),
+        ({"loss": {"kl": {"estimater": "k3"}}}, r"fastadv.loss.kl.estimater is 'k3'.*estimator"),
+        ({"loss": 3}, "fastadv.loss is 3"),
+        ({"correction": {"kind": "tiz"}}, r"fastadv.correction: kind is 'tiz'"),
+        ({"correction": "tis"}, "fastadv.correction is 'tis'; it must be a mapping"),
+        ({"horizon": 0}, "fastadv.horizon is 0; it must be positive"),
         ("mask", "fastadv is 'mask'; it must be a mapping"),
         ([1], "it must be a mapping"),
     ],
@@ -82,6 +90,7 @@ def test_wrong_keys_and_values_are_explained(mapping: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("mapping", "flags", "message"),
     [
+        ({}, {}, "one of fastadv.arm and fastadv.estimator"),
         ({"arm": "rescue:a=0.5"}, {"normalize_advantages": True}, "--normalize-advantages"),
         ({"arm": "mask"}, {"normalize_advantages": True}, "--normalize-advantages"),
         ({"arm": "turn-reached", "turns": "init"}, {"normalize_advantages": True}, "--normalize-advantages"),

@@ -5,24 +5,29 @@ called.
 
 from typing import Any
 
+from fastadv.integrations.miles.corrections import pg_loss_reducer, tis
 from fastadv.integrations.miles.filters import (
     mask_predictable,
     mask_random,
     mask_truncated,
     mask_truncated_zero_reward,
 )
+from fastadv.integrations.miles.losses import custom_loss
 from fastadv.integrations.miles.options import Options
 from fastadv.integrations.miles.reward import reward_post_process
 from fastadv.integrations.miles.turns import megatron_init
 
 __all__ = [
     "Options",
+    "custom_loss",
     "mask_predictable",
     "mask_random",
     "mask_truncated",
     "mask_truncated_zero_reward",
     "megatron_init",
+    "pg_loss_reducer",
     "reward_post_process",
+    "tis",
 ]
 
 

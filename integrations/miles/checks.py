@@ -15,6 +15,8 @@ TAKES_ADVANTAGES = ("grpo", "gspo", "cispo")
 
 def check_run(args: Any, options: Options) -> None:
     """Raises ValueError where the trainer's flags destroy what the options ask for."""
+    if options.arm is None and options.estimator is None:
+        raise ValueError("one of fastadv.arm and fastadv.estimator says what advantages are; neither is given")
     for problem in _problems(args, options):
         raise ValueError(problem)
 

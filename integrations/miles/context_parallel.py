@@ -35,6 +35,15 @@ def place() -> Place:
     return Place(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
 
+def context_group() -> Any:
+    """The context-parallel group of this process, for reductions."""
+    if "miles" in sys.modules:
+        state: Any = importlib.import_module("miles.backends.training_utils.parallel").get_parallel_state()
+        return state.cp.group
+    mpu: Any = importlib.import_module("megatron.core").mpu
+    return mpu.get_context_parallel_group()
+
+
 def local_spans(
     total_length: int, response_length: int, place: Place, *, width: int | None = None
 ) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -18,6 +18,7 @@ from fastadv.integrations.reward_shaping import RewardShaping
 
 from fastadv import Arm, Outcome
 from fastadv.arms.text import arm_settings
+from fastadv.losses import KL, PRESETS, Correction, LossConfig, SequenceMask
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ FILTERS = ("truncated_zero_reward", "truncated", "predictable", "random")
 
 @dataclass(frozen=True)
 class Options:
-    """Keys of `fastadv:`. Either `arm` or `estimator` is given.
+    """Keys of `fastadv:`. The reward hook needs `arm` or `estimator`; the hooks of the loss do without.
 
     Attributes:
         arm: written as `fastadv.named_arm` or `fastadv.arm_from_dict` takes it.
@@ -53,6 +54,10 @@ class Options:
         filter_share: of the filter "random", which share of the cut-off samples it masks.
         filter_turns: of the filter "predictable": rollouts of more turns than this are masked by a rule that is known
             beforehand; see `filters`.
+        loss: of `custom_loss`: a mapping of `fastadv.LossConfig`'s fields, on top of `preset`, a name of
+            `fastadv.PRESETS`; None: what the trainer's flags say.
+        correction: of `tis`: `fastadv.Correction`s; None: what the trainer's flags say.
+        horizon: constant length in tokens, of `pg_loss_reducer`.
         seed: of all coins.
         record: a file of step records; None: none is written.
         run: the run's name in the records.
@@ -70,6 +75,9 @@ class Options:
     filter: str | None = None
     filter_share: float = 1.0
     filter_turns: int | None = None
+    loss: LossConfig | None = None
+    correction: tuple[Correction, ...] = ()
+    horizon: float | None = None
     seed: int = 0
     record: str | None = None
     run: str = ""
@@ -104,9 +112,8 @@ class Options:
         return options
 
     def _check(self, given: Mapping[str, Any]) -> None:
-        if (self.arm is None) == (self.estimator is None):
-            which = "neither is" if self.arm is None else "both are"
-            raise ValueError(f"{ROOT}: one of {ROOT}.arm and {ROOT}.estimator says what advantages are; {which} given")
+        if self.arm is not None and self.estimator is not None:
+            raise ValueError(f"{ROOT}: one of {ROOT}.arm and {ROOT}.estimator says what advantages are; both are given")
         needs = (
             ("options", self.estimator is not None, "estimator"),
             ("filter_share", self.filter == "random", "filter: random"),
@@ -130,12 +137,44 @@ class Options:
         return "\n".join(lines)
 
     def _set(self) -> dict[str, Any]:
-        plain = Options(estimator="none")
+        plain = Options()
         return {key: getattr(self, key) for key in READERS if getattr(self, key) != getattr(plain, key)}
 
 
 def _arm(path: str, value: Any) -> Arm:
     return value if isinstance(value, Arm) else keys.arm(path, value)
+
+
+def _loss(path: str, value: Any) -> LossConfig:
+    """A mapping of LossConfig's fields; a text is a preset."""
+    given = (
+        {"preset": value} if isinstance(value, str) else dict(keys.plain(value)) if isinstance(value, Mapping) else None
+    )
+    if given is None:
+        raise keys.key_error(
+            path, value, "it must be the name of a preset, or a mapping of fastadv.LossConfig's fields"
+        )
+    preset = given.pop("preset", "ppo")
+    if preset not in PRESETS:
+        raise keys.key_error(f"{path}.preset", preset, f"it must be one of {', '.join(PRESETS)}")
+    if given.get("correction") is not None:
+        given["correction"] = keys.made_all(f"{path}.correction", Correction, given["correction"])
+    for name, kind in (("kl", KL), ("sequence_mask", SequenceMask)):
+        if given.get(name) is not None:
+            given[name] = keys.made(f"{path}.{name}", kind, given[name])
+    for name in ("loss_agg_mode", "denominator", "horizon"):
+        if name in given:
+            raise keys.key_error(f"{path}.{name}", given[name], "the trainer sums and divides by itself; leave it out")
+    try:
+        return PRESETS[preset].but(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('LossConfig: ')}") from error
+
+
+def _positive(path: str, value: Any) -> float:
+    if keys.finite(path, value) <= 0:
+        raise keys.key_error(path, value, "it must be positive")
+    return float(value)
 
 
 READERS: dict[str, Callable[[str, Any], Any]] = {
@@ -151,6 +190,9 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "filter": keys.one_of(*FILTERS),
     "filter_share": keys.share,
     "filter_turns": keys.count,
+    "loss": _loss,
+    "correction": lambda path, value: keys.made_all(path, Correction, value),
+    "horizon": _positive,
     "seed": keys.integer,
     "record": keys.text,
     "run": keys.text,

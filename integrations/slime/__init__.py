@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from fastadv.integrations.miles import (
     Options,
+    custom_loss,
     mask_predictable,
     mask_random,
     mask_truncated,
     mask_truncated_zero_reward,
+    pg_loss_reducer,
     reward_post_process,
+    tis,
 )
 from fastadv.integrations.miles.context_parallel import place
 from fastadv.integrations.miles.turns import CARRIER, apply_turn_advantages, turn_advantages_of
@@ -19,12 +22,15 @@ from fastadv.integrations.miles.turns import CARRIER, apply_turn_advantages, tur
 __all__ = [
     "Options",
     "advantage",
+    "custom_loss",
     "mask_predictable",
     "mask_random",
     "mask_truncated",
     "mask_truncated_zero_reward",
+    "pg_loss_reducer",
     "reward_post_process",
     "rollout_data_postprocess",
+    "tis",
 ]
 
 

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastadv.integrations.keys import key_error
+from fastadv.integrations.keys import key_error, made, made_all
 from fastadv.integrations.verl.policy_losses import LOSS_MODES, OWN, loss_config
 from verl.workers.config import PolicyLossConfig as VerlPolicyLossConfig
 
@@ -70,8 +70,8 @@ class PolicyLossConfig(VerlPolicyLossConfig):
         valid = [f.name for f in fields(cls) if f.name != "_target_"]
         for key in sorted(keys.keys() - {"_target_", *valid}):
             raise key_error(f"{OWN}.{key}", keys[key], _ELSEWHERE.get(key) or _valid(key, valid))
-        made: PolicyLossConfig = super().__new__(cls)
-        return made
+        config: PolicyLossConfig = super().__new__(cls)
+        return config
 
     def __post_init__(self) -> None:
         """Checks the keys of ours where the configuration is made, on the driver, not in the first step."""
@@ -83,14 +83,14 @@ class PolicyLossConfig(VerlPolicyLossConfig):
                 raise key_error(f"{OWN}.loss_mode", self.loss_mode, f"{key} is a key of {', '.join(LOSS_MODES)}")
             return
         # The actor's clips are not known here; with none, what does not depend on them is checked.
-        made = loss_config(named, {"policy_loss": self, "clip_ratio": 0.0}, "token-mean")
-        if made.corrections and made.loss != "reinforce":
+        config = loss_config(named, {"policy_loss": self, "clip_ratio": 0.0}, "token-mean")
+        if config.corrections and config.loss != "reinforce":
             raise key_error(
                 f"{OWN}.correction", self.correction,
-                f"verl hands no sampler log-probs to the {made.loss} loss; use algorithm.rollout_correction, whose "
+                f"verl hands no sampler log-probs to the {config.loss} loss; use algorithm.rollout_correction, whose "
                 "weights every loss multiplies by",
             )  # fmt: skip
-        if made.sequence_mask is not None and made.sequence_mask.log_probs == "rollout":
+        if config.sequence_mask is not None and config.sequence_mask.log_probs == "rollout":
             raise key_error(f"{OWN}.sequence_mask.log_probs", "rollout", "verl hands a loss the old ones only; use old")
 
     def loss_options(self) -> dict[str, Any]:
@@ -104,27 +104,11 @@ class PolicyLossConfig(VerlPolicyLossConfig):
             options["dro_beta"] = beta
         if options.get("correction") is not None:
             given = options["correction"]
-            made = tuple(self._made("correction", fa.Correction, c) for c in (given if _is_list(given) else [given]))
-            options["correction"] = made
+            listed = list(given) if _is_list(given) else given
+            options["correction"] = made_all(f"{OWN}.correction", fa.Correction, listed)
         if options.get("sequence_mask") is not None:
-            options["sequence_mask"] = self._made("sequence_mask", fa.SequenceMask, options["sequence_mask"])
+            options["sequence_mask"] = made(f"{OWN}.sequence_mask", fa.SequenceMask, options["sequence_mask"])
         return options
-
-    @staticmethod
-    def _made(key: str, kind: type, given: Any) -> Any:
-        if isinstance(given, kind):
-            return given
-        valid = [f.name for f in fields(kind)]
-        try:
-            settings = dict(given)
-        except (TypeError, ValueError):
-            raise key_error(f"{OWN}.{key}", given, f"it must be a mapping with keys of {', '.join(valid)}") from None
-        for name in sorted(settings.keys() - set(valid)):
-            raise key_error(f"{OWN}.{key}.{name}", settings[name], _valid(name, valid))
-        try:
-            return kind(**settings)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{OWN}.{key}: {str(error).partition(': ')[2] or error}") from error
 
 
 def _valid(key: str, valid: list[str]) -> str:
