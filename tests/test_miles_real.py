@@ -18,6 +18,7 @@ from fastadv.integrations.miles.context_parallel import Place, local_spans, loca
 from fastadv.integrations.miles.samples import LOSS_WEIGHT, TAKEN
 from fastadv.integrations.miles.turns import apply_turn_advantages
 from miles_standins import arguments, drawn, mask_of
+from test_miles_losses import PLAIN, VOCABULARY, logits_of, whole
 
 import fastadv as fa
 from fastadv.replay.readers.miles import read
@@ -56,11 +57,20 @@ def real(samples: list[Any], framework: str = "miles") -> list[Any]:
 
 def namespace(mapping: dict[str, Any], **flags: Any) -> Namespace:
     """Flags that Miles' own functions read."""
-    return arguments(
-        mapping, rewards_normalization=True, grpo_std_normalization=True, use_dynamic_global_batch_size=False,
-        kl_coef=0.0, use_rollout_logprobs=False, skip_actor_forward_only=False, qkv_format="thd", gamma=1.0, lambd=1.0,
-        **flags,
-    )  # fmt: skip
+    usual = {
+        "rewards_normalization": True, "grpo_std_normalization": True, "use_dynamic_global_batch_size": False,
+        "kl_coef": 0.0, "use_rollout_logprobs": False, "skip_actor_forward_only": False, "qkv_format": "thd",
+        "gamma": 1.0, "lambd": 1.0,
+    }  # fmt: skip
+    return arguments(mapping, **(usual | flags))
+
+
+def one_rank() -> None:
+    """Tells Miles that this is the only rank."""
+    parallel = import_module("miles.backends.training_utils.parallel")
+    one = import_module("miles.utils.ft_utils.process_group_utils").GroupInfo(rank=0, size=1, group=None)
+    names = ("intra_dp", "intra_dp_cp", "cp", "tp", "pp", "ep", "etp", "indep_dp")
+    parallel.set_parallel_state(parallel.ParallelState(**dict.fromkeys(names, one)))
 
 
 def converted(args: Namespace, samples: list[Any]) -> dict[str, Any]:
@@ -117,11 +127,7 @@ def test_parts_of_sequences_are_its_own(size: int) -> None:
 def test_both_routes_give_its_loss_the_same_advantages() -> None:
     """Through opd_reverse_kl with its own function, and through the init hook."""
     loss = import_module("miles.backends.training_utils.loss")
-    parallel = import_module("miles.backends.training_utils.parallel")
-    group = import_module("miles.utils.ft_utils.process_group_utils").GroupInfo
-    one = group(rank=0, size=1, group=None)
-    names = ("intra_dp", "intra_dp_cp", "cp", "tp", "pp", "ep", "etp", "indep_dp")
-    parallel.set_parallel_state(parallel.ParallelState(**dict.fromkeys(names, one)))
+    one_rank()
     found = {}
     for route in ("flags", "init"):
         samples = real(drawn(torch.Generator().manual_seed(2), 5))
@@ -204,3 +210,37 @@ def test_slimes_samples_have_what_the_hook_reads() -> None:
     assert len(advantages) == len(samples)
     assert all(s.metadata["round_number"] for s in samples)
     assert mask_of(1) == [1, 1, 1]
+
+
+LOSSES: tuple[dict[str, Any], ...] = (
+    {}, {"eps_clip_c": 3.0}, {"advantage_estimator": "gspo"}, {"use_tis": True}, {"calculate_per_token_loss": True},
+    {"entropy_coef": 0.02, "use_kl_loss": True}, {"use_rollout_logprobs": True},
+    {"use_kl_loss": True, "kl_loss_type": "k3", "use_unbiased_kl": True},
+)  # fmt: skip
+
+
+@MILES
+@pytest.mark.parametrize("case", LOSSES, ids=lambda case: "-".join(case) or "plain")
+def test_its_own_loss_function_is_our_custom_loss(case: dict[str, Any]) -> None:
+    losses = import_module("miles.backends.training_utils.loss_hub.losses")
+    tools = import_module("miles.backends.training_utils.cp_utils")
+    one_rank()
+    args = namespace(
+        {}, observe_training_entropy=False, get_mismatch_metrics=False, custom_tis_function_path=None,
+        custom_pg_loss_reducer_function_path=None, rollout_temperature=1.0, true_on_policy_mode=True, dump_details=None,
+        log_probs_chunk_size=-1, allgather_cp=False, vocab_size=VOCABULARY, **(PLAIN | case),
+    )  # fmt: skip
+    for seed in range(3):
+        batch = {name: values[:3] for name, values in whole(seed).items()}  # not the response of one token, whose
+        logits = logits_of(seed)[:, : sum(batch["total_lengths"])]  # log-probs Miles squeezes to no dimension
+        given = (batch["total_lengths"], batch["response_lengths"], batch["loss_masks"])
+        reduce = tools.get_sum_of_sample_mean(
+            *given, args.calculate_per_token_loss, "thd", None, denominators=batch["rollout_mask_sums"]
+        )
+        expected, theirs = losses.policy_loss_function(args, batch, logits, reduce)
+        (gradient,) = torch.autograd.grad(expected, logits)
+        loss, ours = miles.custom_loss(args, batch, logits, reduce)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours["pg_loss"], theirs["pg_loss"], rtol=1e-5, atol=1e-6)
+        assert set(ours) <= set(theirs) | {"tis_clipfrac"}
