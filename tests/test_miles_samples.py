@@ -144,7 +144,7 @@ def test_rollouts_without_a_result_do_not_vote() -> None:
     found = read(samples)
     assert found.rollout.tolist() == [0, -1, -1, 1, -1, -1]
     assert found.raw_rewards == [1.0, 0.0, 0.5, 0.0, 0.0, 0.0]
-    assert found.without_result == 4
+    assert int((~found.everything.has_result).sum()) == 4
     assert found.at_samples(torch.tensor([2.0, 3.0])).tolist() == [2, 0, 0, 3, 0, 0]
 
 

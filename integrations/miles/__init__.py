@@ -14,12 +14,14 @@ from fastadv.integrations.miles.filters import (
 )
 from fastadv.integrations.miles.losses import custom_loss
 from fastadv.integrations.miles.options import Options
+from fastadv.integrations.miles.records import eval_rollout_log, rollout_log
 from fastadv.integrations.miles.reward import reward_post_process
 from fastadv.integrations.miles.turns import megatron_init
 
 __all__ = [
     "Options",
     "custom_loss",
+    "eval_rollout_log",
     "mask_predictable",
     "mask_random",
     "mask_truncated",
@@ -27,6 +29,7 @@ __all__ = [
     "megatron_init",
     "pg_loss_reducer",
     "reward_post_process",
+    "rollout_log",
     "tis",
 ]
 

@@ -23,6 +23,49 @@ LOSS_WEIGHT, STALENESS, TAKEN = "fastadv_loss_weight", "fastadv_staleness", "fas
 
 
 @dataclass(frozen=True, eq=False)
+class SampledRollouts:
+    """All rollouts of samples, in order of appearance, those without a result too.
+
+    Attributes:
+        members: rows of the samples of each rollout, `[A]` lists.
+        number: `[S]` int64, rollout of each sample.
+        rewards: `[A]` float64, as they were given; NaN for none.
+        groups: labels of their groups, `[A]`.
+        outcomes, endings: `[A]` int64.
+        capped: `[A]` bool.
+        row_ids: `[A]` int64, what coins are tossed by.
+    """
+
+    members: list[list[int]]
+    number: Tensor  # [S]
+    rewards: Tensor  # [A]
+    groups: list[int | str]
+    outcomes: Tensor  # [A]
+    endings: Tensor  # [A]
+    capped: Tensor  # [A]
+    row_ids: Tensor  # [A]
+
+    @classmethod
+    def of(cls, args: Any, samples: Sequence[Any], options: Options) -> SampledRollouts:
+        """Reads them; see `read_samples`."""
+        number, members = _rollouts(args, samples)
+        last = [_last(samples, rows) for rows in members]
+        rewards = torch.tensor([_shared_reward(args, samples, rows) for rows in members], dtype=torch.float64)
+        endings = torch.tensor([int(ending_of(samples[row])) for row in last], dtype=torch.int64)
+        outcomes, capped = outcomes_of(
+            endings, rewards, solved_above=options.solved_above, timeout=options.timeout_outcome
+        )
+        groups = [_group(samples[row], row, args, len(samples)) for row in last]
+        row_ids = torch.tensor([_row_id(samples[row], row) for row in last], dtype=torch.int64)
+        return cls(members, number, rewards, groups, outcomes, endings, capped, row_ids)
+
+    @property
+    def has_result(self) -> Tensor:
+        """`[A]` bool."""
+        return self.outcomes != Outcome.INFRA
+
+
+@dataclass(frozen=True, eq=False)
 class SampleBatch:
     """Samples as rollouts. A rollout is the samples that share a `rollout_id` (else `index`) within a group.
 
@@ -36,11 +79,11 @@ class SampleBatch:
         batch: the rollouts with a result, in order of appearance; rewards shaped.
         lengths: `[B]` int64, response tokens of each rollout.
         known: what an arm may ask besides.
+        everything: all rollouts, of which `batch` has those with a result.
         loss_weights: `[B]` float64, of the buffer; None: no buffer of ours gave these samples.
         taken: groups that were taken from the buffer to get these; None: not known.
         runs: of the masks; None: turns were not looked at.
         turns: `[R]` int64, which turn of its rollout each run is; None with `runs`.
-        without_result: rollouts that are not in `batch`.
     """
 
     samples: Sequence[Any]
@@ -49,11 +92,11 @@ class SampleBatch:
     batch: Batch
     lengths: Tensor  # [B]
     known: Known
+    everything: SampledRollouts
     loss_weights: Tensor | None = None  # [B]
     taken: int | None = None
     runs: Runs | None = None
     turns: np.ndarray | None = None  # [R]
-    without_result: int = 0
 
     def at_samples(self, values: Tensor) -> Tensor:
         """A value of each rollout at its samples, `[S]` float64; 0 for samples without a result."""
@@ -66,66 +109,54 @@ def reads_turns(options: Options) -> bool:
     return options.arm is not None and options.arm.level == "turn"
 
 
-def read_samples(args: Any, samples: Sequence[Any], options: Options) -> SampleBatch:
+def read_samples(args: Any, samples: Sequence[Any], options: Options, *, turns: bool | None = None) -> SampleBatch:
     """Makes the batch.
 
     Args:
         args: the trainer's namespace; `reward_key`, `n_samples_per_prompt` are read.
         samples: `[S]` samples, of groups of any size and order.
         options: the run's.
+        turns: whether masks are looked at; None: where advantages differ by turn.
 
     Raises:
         ValueError: rewards that differ within a rollout, a dictionary as reward without --reward-key, samples without
             groups, a loss mask that is no mask, versions that an arm needs and nobody wrote.
     """
-    number, members = _rollouts(args, samples)
-    last = [_last(samples, rows) for rows in members]
-    rewards = [_shared_reward(args, samples, rows) for rows in members]
-    endings = torch.tensor([int(ending_of(samples[row])) for row in last], dtype=torch.int64)
-    outcomes, capped = outcomes_of(
-        endings, torch.tensor(rewards, dtype=torch.float64), solved_above=options.solved_above,
-        timeout=options.timeout_outcome,
-    )  # fmt: skip
-    has_result = outcomes != Outcome.INFRA
+    everything = SampledRollouts.of(args, samples, options)
+    has_result, rewards = everything.has_result, everything.rewards
     kept = has_result.nonzero().squeeze(1).tolist()
-    place = torch.where(has_result, has_result.cumsum(0) - 1, -1)  # [all rollouts]
-    runs = turns = None
+    place = torch.where(has_result, has_result.cumsum(0) - 1, -1)[everything.number]  # [S]
+    runs = turn_of_run = None
     reached = np.ones(len(kept), np.int64)
-    if reads_turns(options):
+    if reads_turns(options) if turns is None else turns:
         runs = find_runs([s.loss_mask for s in samples], [s.response_length for s in samples])
-        turns = _turns(samples, members, runs)
-        reached = _reached(turns, np.repeat(place[number].numpy(), runs.counts), len(kept))
-    lengths = torch.tensor([sum(samples[row].response_length for row in members[r]) for r in kept], dtype=torch.int64)
-    groups = [_group(samples[last[r]], last[r], args, len(samples)) for r in kept]
+        turn_of_run = _turns(samples, everything.members, runs)
+        reached = _reached(turn_of_run, np.repeat(place.numpy(), runs.counts), len(kept))
+    members = [[samples[row] for row in everything.members[r]] for r in kept]
+    lengths = torch.tensor([sum(sample.response_length for sample in own) for own in members], dtype=torch.int64)
+    groups = [everything.groups[r] for r in kept]
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(reached)]))
-    tokens = int(offsets[-1])
+    tokens, capped = int(offsets[-1]), everything.capped[has_result]
     batch = Batch.of(
         mask=torch.ones(tokens, dtype=torch.bool),
         turn_ids=torch.arange(tokens) - torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=tokens),
         cu_seqlens=offsets,
         rewards=options.reward.apply(
-            torch.tensor([rewards[r] for r in kept], dtype=torch.float64), lengths, capped[has_result],
-            longest=getattr(args, "rollout_max_response_len", None), solved_above=options.solved_above,
+            rewards[has_result], lengths, capped, longest=getattr(args, "rollout_max_response_len", None),
+            solved_above=options.solved_above,
         ),
         group_ids=groups,
-        outcomes=outcomes[has_result],
-        capped=capped[has_result],
-        endings=endings[has_result],
-        row_ids=torch.tensor([_row_id(samples[last[r]], last[r]) for r in kept], dtype=torch.int64),
+        outcomes=everything.outcomes[has_result],
+        capped=capped,
+        endings=everything.endings[has_result],
+        row_ids=everything.row_ids[has_result],
     )  # fmt: skip
-    owners = [samples[last[r]] for r in kept]
+    owners = [own[-1] for own in members]
+    given: list[float] = torch.where(rewards.isnan(), 0.0, rewards)[everything.number].tolist()
     return SampleBatch(
-        samples,
-        place[number],
-        [0.0 if math.isnan(rewards[r]) else rewards[r] for r in number.tolist()],
-        batch,
-        lengths,
-        _known(options.arm, batch, [[samples[row] for row in members[r]] for r in kept], groups, owners),
-        *_of_buffer(owners, groups),
-        runs,
-        turns,
-        len(members) - len(kept),
-    )
+        samples, place, given, batch, lengths, _known(options.arm, batch, members, groups, owners), everything,
+        *_of_buffer(owners, groups), runs, turn_of_run,
+    )  # fmt: skip
 
 
 def ending_of(sample: Any) -> int:

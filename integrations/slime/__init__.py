@@ -8,12 +8,14 @@ import torch
 from fastadv.integrations.miles import (
     Options,
     custom_loss,
+    eval_rollout_log,
     mask_predictable,
     mask_random,
     mask_truncated,
     mask_truncated_zero_reward,
     pg_loss_reducer,
     reward_post_process,
+    rollout_log,
     tis,
 )
 from fastadv.integrations.miles.context_parallel import place
@@ -23,6 +25,7 @@ __all__ = [
     "Options",
     "advantage",
     "custom_loss",
+    "eval_rollout_log",
     "mask_predictable",
     "mask_random",
     "mask_truncated",
@@ -30,6 +33,7 @@ __all__ = [
     "pg_loss_reducer",
     "reward_post_process",
     "rollout_data_postprocess",
+    "rollout_log",
     "tis",
 ]
 

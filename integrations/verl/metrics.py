@@ -1,12 +1,8 @@
-"""What the trainer logs of a batch: numbers for verl's metric dictionary, and lines of the logging record.
-
-The numbers are those of `fastadv.StepRecord` (docs/step_record.md), under "fastadv/": every tracking backend of verl
-gets them with the rest.
-"""
+"""What the trainer makes of a batch for its logs: an arm's run, and lines of the logging record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +12,8 @@ from fastadv.integrations.verl.trainer_keys import TrainerOptions
 from fastadv.integrations.verl.trainer_rows import TrainerRows
 from torch import Tensor
 
-from fastadv import Arm, ArmResult, Batch, FrozenStatistics, RecordWriter, StepRecord
+from fastadv import Arm, ArmResult, FrozenStatistics, RecordWriter, StepRecord
 
-PREFIX = "fastadv/"
-# Of a record, what is a number of the batch; the rest comes later or is text.
-FIELDS = (
-    "prompts", "mixed_prompts", "rollouts", "tokens", "response_tokens", "census", "success_rate",
-    "submitted_failure_rate", "cap_hit_rate", "reward", "response_length", "turns", "b", "b_by_prompt", "b_over_sigma",
-    "b_over_sigma_by_prompt", "subsidy", "advantage_variance", "advantage_square", "reference_variance",
-    "reference_square", "excluded_rate", "excluded_token_rate", "staleness",
-)  # fmt: skip
 # verl's names of what a record has fields for.
 CLIP, NORM, SECONDS = "actor/pg_clipfrac", "actor/fastadv/update_norm", "step"
 MULTIPLIER = "actor/fastadv/learning_rate_multiplier"
@@ -48,38 +36,12 @@ class ArmRun:
     statistics: FrozenStatistics
 
 
-def census_metrics(batch: Batch) -> dict[str, float]:
-    """Counts and rates of a batch that no arm was applied to."""
-    census = batch.census()
-    names = ("solved", "failed", "budget", "infra")
-    return {
-        **{f"{PREFIX}census/{name}": float((batch.outcomes == value).sum()) for value, name in enumerate(names)},
-        f"{PREFIX}cap_hit_rate": float(batch.capped.float().mean()) if len(batch.capped) else 0.0,
-        f"{PREFIX}prompts": float(batch.groups.num_groups),
-        f"{PREFIX}rollouts": float(census.total),
-    }
-
-
 def record_of(made: ArmRun, rows: TrainerRows, **given: Any) -> StepRecord:
     """The record of an arm's step, so far as the batch tells."""
     return StepRecord.of(
         made.sessions.batch, made.result, made.statistics, step=rows.step, arm=made.arm,
         train_version=rows.train_version, **given,
     )  # fmt: skip
-
-
-def record_metrics(record: StepRecord) -> dict[str, float]:
-    """Numbers of a record under their paths, those that exist."""
-    return {f"{PREFIX}{name}": value for name, value in _numbers({f: getattr(record, f) for f in FIELDS})}
-
-
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, float(value)
-        elif hasattr(value, "__dataclass_fields__"):
-            for inner, number in _numbers({f: getattr(value, f) for f in value.__dataclass_fields__}):
-                yield f"{name}/{inner}", number
 
 
 class StepRecords:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
+from fastadv.integrations.record_metrics import census_metrics, record_metrics
 from fastadv.integrations.verl.agent import AgentTurns
 from fastadv.integrations.verl.arms import arm_advantages, arm_of, arm_run
 from fastadv.integrations.verl.endings import Caps, derived, reported
 from fastadv.integrations.verl.export import write_rollouts
 from fastadv.integrations.verl.metrics import (
     StepRecords,
-    census_metrics,
-    record_metrics,
     record_of,
     removed_rows,
 )

@@ -1,0 +1,151 @@
+"""What a rollout step is logged with: `--custom-rollout-log-function-path` and its sister for evaluations.
+
+Both add numbers to the trainer's own dictionary and let it log on, so that every tracker gets them; with
+`fastadv.record` a line a step goes into a file that `fastadv record` reads (docs/step_record.md). Clip ratio and update
+norm are the training process's and not in this line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from fastadv.integrations.miles.filters import apply_filter
+from fastadv.integrations.miles.options import Options
+from fastadv.integrations.miles.samples import STALENESS, SampleBatch, SampledRollouts, read_samples
+from fastadv.integrations.record_metrics import census_metrics, record_metrics
+
+from fastadv import Batch, Outcome, RecordWriter, StepRecord
+
+PREFIX = "rollout/fastadv/"
+DROPPED, RESCUED = f"{PREFIX}stale_groups_dropped", f"{PREFIX}stale_groups_rescued"
+
+
+def rollout_log(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[Any],
+    extra_metrics: MutableMapping[str, Any] | None,
+    rollout_time: float,
+) -> bool:
+    """`--custom-rollout-log-function-path`: the step's record.
+
+    It is called before the reward hook, and asks the arm what it will do; samples are left as they are, but for what
+    `fastadv.filter` removes.
+
+    Args:
+        rollout_id: number of the step.
+        args: the trainer's namespace.
+        samples: `[S]`.
+        extra_metrics: the trainer's dictionary, to which numbers are added under "rollout/fastadv/"; None: it has none.
+        rollout_time: seconds.
+
+    Returns:
+        False: the trainer logs what it logs by itself, too.
+
+    Raises:
+        ValueError: `fastadv.record` with an estimator in place of an arm, which a record is of.
+    """
+    options = Options.of(args)
+    apply_filter(options, args, samples)
+    record = record_of(rollout_id, args, samples, options, extra_metrics or {}, rollout_time)
+    if record is None:
+        if options.record:
+            raise ValueError("fastadv.record writes what an arm did: set fastadv.arm, or leave fastadv.record out")
+        numbers = census_metrics(_whole(args, samples, options)[0], PREFIX)
+    else:
+        numbers = record_metrics(record, PREFIX)
+        if options.record:
+            _writer(options.record).write(record)
+    if extra_metrics is not None:
+        extra_metrics.update(numbers)
+    return False
+
+
+def eval_rollout_log(
+    rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics: MutableMapping[str, Any] | None
+) -> bool:
+    """`--custom-eval-rollout-log-function-path`: how the rollouts of each evaluation set ended.
+
+    Args:
+        rollout_id: number of the step.
+        args: the trainer's namespace.
+        data: by name of the set; those with "samples" are counted.
+        extra_metrics: the trainer's dictionary, to which "eval/fastadv/<set>/..." is added.
+
+    Returns:
+        False: the trainer logs what it logs by itself, too.
+    """
+    options = replace(Options.of(args), arm=None, turns="none")
+    for name, found in data.items():
+        samples = found.get("samples") if isinstance(found, Mapping) else None
+        if samples and extra_metrics is not None:
+            extra_metrics.update(census_metrics(_whole(args, samples, options)[0], f"eval/fastadv/{name}/"))
+    return False
+
+
+def record_of(
+    step: int,
+    args: Any,
+    samples: Sequence[Any],
+    options: Options,
+    metrics: Mapping[str, Any],
+    rollout_time: float,
+) -> StepRecord | None:
+    """The record of a step, so far as the rollout process knows; None for an estimator."""
+    arm = options.arm
+    if arm is None:
+        return None
+    sampled, read = _whole(args, samples, options)
+    batch = replace(sampled.select(sampled.outcomes != Outcome.INFRA), rewards=read.batch.rewards)
+    statistics = arm.freeze(batch, known=read.known)
+    result = arm.apply(batch, statistics, known=read.known)
+    extra: dict[str, Any] = {"rollout_s": rollout_time, "options_hash": options.hash}
+    ages = [s.metadata[STALENESS] for s in samples if s.metadata and isinstance(s.metadata.get(STALENESS), int)]
+    if ages:
+        extra["staleness_mean"], extra["staleness_most"] = float(np.mean(ages)), max(ages)
+    return StepRecord.of(
+        batch, result, statistics, step=step, arm=arm, run=options.run, sampled=sampled,
+        dropped_groups=metrics.get(DROPPED), kept_groups=metrics.get(RESCUED), trainer=_trainer(samples), extra=extra,
+    )  # fmt: skip
+
+
+def _whole(args: Any, samples: Sequence[Any], options: Options) -> tuple[Batch, SampleBatch]:
+    """All rollouts with all of their tokens, those without a result too, and the outline of the others."""
+    everything = SampledRollouts.of(args, samples, options)
+    ordered = [samples[row] for rows in everything.members for row in rows]
+    read = read_samples(args, ordered, options, turns=True)
+    assert read.runs is not None
+    assert read.turns is not None
+    begins = np.cumsum([0, *(sample.response_length for sample in ordered)])  # [S + 1]
+    first = np.repeat(begins[:-1], read.runs.counts) + read.runs.begin  # [R], in all tokens
+    long = read.runs.end - read.runs.begin  # [R]
+    within = np.arange(long.sum()) - np.repeat(np.cumsum(long) - long, long)
+    turn_ids = np.full(int(begins[-1]), -1, np.int64)
+    turn_ids[np.repeat(first, long) + within] = np.repeat(read.turns, long)
+    ends = begins[np.cumsum([0, *(len(rows) for rows in everything.members)])]  # [A + 1]
+    turns = torch.from_numpy(turn_ids)
+    batch = Batch.of(
+        mask=turns >= 0, turn_ids=turns, cu_seqlens=torch.from_numpy(ends), rewards=everything.rewards,
+        group_ids=everything.groups, outcomes=everything.outcomes, capped=everything.capped,
+        endings=everything.endings, row_ids=everything.row_ids,
+    )  # fmt: skip
+    return batch, read
+
+
+def _trainer(samples: Sequence[Any]) -> dict[str, str]:
+    """The trainer and its version, by the class of the samples."""
+    name = type(samples[0]).__module__.partition(".")[0]
+    if name not in ("miles", "slime"):
+        return {}
+    return {name: str(getattr(importlib.import_module(name), "__version__", "unknown"))}
+
+
+@lru_cache(maxsize=4)
+def _writer(path: str) -> RecordWriter:
+    return RecordWriter(path)

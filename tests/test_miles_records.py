@@ -1,0 +1,116 @@
+"""Step records and metrics from Miles' and slime's log hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastadv.integrations import miles
+from fastadv.integrations.miles.options import Options
+from fastadv.integrations.miles.records import record_of
+from fastadv.integrations.miles.samples import LOSS_WEIGHT, STALENESS, TAKEN
+from miles_standins import SAMPLES, Status, arguments, drawn, make
+
+import fastadv as fa
+
+
+def logged(samples: list[Any], mapping: dict[str, Any], **metrics: Any) -> dict[str, Any]:
+    assert miles.rollout_log(7, arguments(mapping), samples, metrics, 3.5) is False  # the trainer logs on
+    return metrics
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_the_record_of_a_step_counts_what_happened(kind: type, tmp_path: Path) -> None:
+    samples = drawn(torch.Generator().manual_seed(3), 6, kind=kind)
+    samples += [make(None, group=3, index=1000, kind=kind), make(0.0, group=3, index=1001, status=Status.ABORTED)]
+    file = str(tmp_path / "steps.jsonl")
+    metrics = logged(samples, {"arm": "mask", "record": file, "run": "a"}, own=1)
+    (record,) = fa.read_records(file)
+    assert (record.step, record.arm, record.run) == (7, "mask", "a")
+    assert record.rollouts == len(samples)
+    assert record.census.infra == 2
+    cut = [s.status == Status.TRUNCATED or "exit_status" in s.metadata for s in samples]
+    assert record.census.budget == sum(c and not (s.reward or 0) > 0 for c, s in zip(cut, samples, strict=True))
+    assert record.tokens == sum(sum(s.loss_mask) for s in samples)
+    assert record.response_tokens == sum(s.response_length for s in samples)
+    turns = [sum(b > a for a, b in zip([0, *s.loss_mask], s.loss_mask, strict=False)) for s in samples]
+    assert record.turns.all == pytest.approx(sum(turns) / len(turns))
+    assert record.extra["rollout_s"] == 3.5
+    assert record.statistics_hash
+    assert record.subsidy is not None
+    assert metrics["rollout/fastadv/census/infra"] == 2
+    assert metrics["rollout/fastadv/b"] == pytest.approx(record.b)
+    assert metrics["own"] == 1
+
+
+def test_a_record_is_that_of_a_replay_of_the_same_samples() -> None:
+    """The arm sees in the hook what it sees in a batch of the same rollouts."""
+    from test_miles_reward import whole_batch
+
+    samples = drawn(torch.Generator().manual_seed(4), 6)
+    batch = whole_batch(samples)
+    for name in ("mask", "turn-reached", "survivors"):
+        mapping = {"arm": name} | ({"turns": "init"} if name == "turn-reached" else {})
+        args = arguments(mapping)
+        found = record_of(0, args, samples, Options.of(args), {}, 0.0)
+        arm = fa.named_arm(name)
+        statistics = arm.freeze(batch)
+        expected = fa.StepRecord.of(batch, arm.apply(batch, statistics), statistics, step=0, arm=arm)
+        assert found is not None
+        for field in (
+            "b",
+            "b_over_sigma",
+            "advantage_variance",
+            "subsidy",
+            "excluded_rate",
+            "census",
+            "turns",
+            "reward",
+        ):
+            assert getattr(found, field) == getattr(expected, field), field
+
+
+def test_staleness_of_the_buffer_is_in_the_record() -> None:
+    samples = [
+        make(float(i), group=g, index=2 * g + i, metadata={LOSS_WEIGHT: 1.0, STALENESS: g, TAKEN: 1})
+        for g in range(3)
+        for i in range(2)
+    ]
+    args = arguments({"arm": "never-drop"})
+    metrics = {"rollout/fastadv/stale_groups_dropped": 4, "rollout/fastadv/stale_groups_rescued": 2}
+    record = record_of(0, args, samples, Options.of(args), metrics, 0.0)
+    assert record is not None
+    assert record.staleness is not None
+    assert (record.staleness.dropped_groups, record.staleness.kept_groups) == (4, 2)
+    assert (record.extra["staleness_mean"], record.extra["staleness_most"]) == (1.0, 2)
+
+
+def test_the_filter_of_the_options_is_in_force_before_masks_are_made() -> None:
+    samples = [make(0.0, index=0, status=Status.TRUNCATED), make(1.0, index=1)]
+    logged(samples, {"arm": "none", "filter": "truncated_zero_reward"})
+    assert [s.remove_sample for s in samples] == [True, False]
+
+
+def test_estimators_are_counted_and_have_no_record(tmp_path: Path) -> None:
+    samples = [make(0.0, index=0, status=Status.TRUNCATED), make(1.0, index=1)]
+    metrics = logged(samples, {"estimator": "grpo/miles"})
+    assert metrics["rollout/fastadv/census/budget"] == 1
+    assert metrics["rollout/fastadv/cap_hit_rate"] == 0.5
+    with pytest.raises(ValueError, match=r"set fastadv\.arm, or leave fastadv\.record out"):
+        logged(samples, {"estimator": "grpo/miles", "record": str(tmp_path / "x.jsonl")})
+    assert miles.rollout_log(0, arguments({"arm": "mask"}), samples, None, 1.0) is False
+
+
+def test_evaluations_are_counted_by_set() -> None:
+    metrics: dict[str, Any] = {}
+    data = {
+        "math": {"rewards": [1.0, 0.0], "samples": [make(1.0, index=0), make(0.0, index=1, status=Status.TRUNCATED)]},
+        "bare": {"rewards": [1.0]},
+    }
+    assert miles.eval_rollout_log(3, arguments({"arm": "turn-reached", "turns": "init"}), data, metrics) is False
+    assert metrics["eval/fastadv/math/census/solved"] == 1
+    assert metrics["eval/fastadv/math/census/budget"] == 1
+    assert not [name for name in metrics if "bare" in name]
+    assert miles.eval_rollout_log(3, arguments({"arm": "mask"}), data, None) is False
