@@ -1,0 +1,1 @@
+"""Arms of the plan as flags and YAML for Miles and slime."""
