@@ -1,7 +1,7 @@
 """The comparisons that the project holds itself to. `make bench` runs them and writes bench/results/.
 
 python -m bench.ratios [policy-loss] [losses] [advantages] [estimators] [token-estimators] [log-probs] [linear]
-    [gradproj] [gradproj-kernels] [verl-losses] [verl-estimators] [scaling] [replay]
+    [gradproj] [gradproj-kernels] [verl-losses] [verl-estimators] [miles-hooks] [scaling] [replay]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from bench.harness import (
 )
 from bench.log_probs import log_probs
 from bench.losses import losses
+from bench.miles_hooks import miles_hooks
 from bench.token_estimators import token_estimators
 from bench.verl_estimators import verl_estimators
 from bench.verl_losses import verl_losses
@@ -251,6 +252,7 @@ SUITES = {
     "token-estimators": token_estimators,
     "verl-losses": verl_losses,
     "verl-estimators": verl_estimators,
+    "miles-hooks": miles_hooks,
     "scaling": scaling,
     "replay": replay,
 }
