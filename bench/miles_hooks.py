@@ -25,9 +25,9 @@ def samples(sampled: int, observed: int) -> list[Any]:
     rewards = torch.rand(GROUPS * SIZE, generator=generator).lt(0.5).double().tolist()
     return [
         SimpleNamespace(
-            group_index=row // SIZE, index=row, rollout_id=None, reward=reward, remove_sample=False, opd_reverse_kl=None,
+            group_index=row // SIZE, index=row, rollout_id=None, reward=reward, remove_sample=False,
             status="completed" if row % 3 else "truncated", metadata={}, loss_mask=list(mask), weight_versions=["3"],
-            response_length=len(mask),
+            response_length=len(mask), opd_reverse_kl=None,
         )
         for row, reward in enumerate(rewards)
     ]  # fmt: skip
