@@ -32,6 +32,9 @@ SIGNATURES = {
     "--custom-pg-loss-reducer-function-path": (
         "total_lengths, response_lengths, loss_masks, calculate_per_token_loss",
     ),
+    "--custom-megatron-before-train-step-hook-path": (
+        "args, rollout_id, step_id, model, optimizer, opt_param_scheduler",
+    ),
     "--custom-rollout-log-function-path": ("rollout_id, args, samples, extra_metrics, rollout_time",),
     "--custom-eval-rollout-log-function-path": ("rollout_id, args, data, extra_metrics",),
 }

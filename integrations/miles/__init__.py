@@ -14,12 +14,14 @@ from fastadv.integrations.miles.filters import (
 )
 from fastadv.integrations.miles.losses import custom_loss
 from fastadv.integrations.miles.options import Options
+from fastadv.integrations.miles.projections import before_train_step
 from fastadv.integrations.miles.records import eval_rollout_log, rollout_log
 from fastadv.integrations.miles.reward import reward_post_process
 from fastadv.integrations.miles.turns import megatron_init
 
 __all__ = [
     "Options",
+    "before_train_step",
     "custom_loss",
     "eval_rollout_log",
     "mask_predictable",

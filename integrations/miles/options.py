@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fastadv.integrations import keys
+from fastadv.integrations.miles.projections import Projections
 from fastadv.integrations.reward_shaping import RewardShaping
 
 from fastadv import Arm, Outcome
@@ -58,6 +59,7 @@ class Options:
             `fastadv.PRESETS`; None: what the trainer's flags say.
         correction: of `tis`: `fastadv.Correction`s; None: what the trainer's flags say.
         horizon: constant length in tokens, of `pg_loss_reducer`.
+        projections: of `before_train_step`; None: it is not used.
         seed: of all coins.
         record: a file of step records; None: none is written.
         run: the run's name in the records.
@@ -78,6 +80,7 @@ class Options:
     loss: LossConfig | None = None
     correction: tuple[Correction, ...] = ()
     horizon: float | None = None
+    projections: Projections | None = None
     seed: int = 0
     record: str | None = None
     run: str = ""
@@ -193,6 +196,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "loss": _loss,
     "correction": lambda path, value: keys.made_all(path, Correction, value),
     "horizon": _positive,
+    "projections": Projections.of,
     "seed": keys.integer,
     "record": keys.text,
     "run": keys.text,

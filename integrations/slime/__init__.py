@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from fastadv.integrations.miles import (
     Options,
+    before_train_step,
     custom_loss,
     eval_rollout_log,
     mask_predictable,
@@ -24,6 +25,7 @@ from fastadv.integrations.miles.turns import CARRIER, apply_turn_advantages, tur
 __all__ = [
     "Options",
     "advantage",
+    "before_train_step",
     "custom_loss",
     "eval_rollout_log",
     "mask_predictable",
