@@ -116,6 +116,40 @@ def test_exclusion_is_a_weight_or_a_mask() -> None:
     assert run("mask") == [True, False, True]
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_what_the_denominator_counts_of_removed_samples_is_given_back(per_token: bool) -> None:
+    """The trainer's loss is a mean over all rollouts, or over tokens with one for each removed sample."""
+
+    def step(denominator: str) -> tuple[float, list[float]]:
+        samples = [make(float(i % 3 == 0), index=i, turns=1 + i % 3) for i in range(6)]
+        samples[2].remove_sample = samples[4].remove_sample = True
+        mapping = {"estimator": "dr_grpo/verl", "denominator": denominator}
+        _, advantages = reward_post_process(arguments(mapping, calculate_per_token_loss=per_token), samples)
+        tokens = [0 if s.remove_sample else sum(s.loss_mask) for s in samples]
+        if per_token:  # of losses of 1 a token, times the advantage
+            total = sum(a * t for a, t in zip(advantages, tokens, strict=True))
+            return total / sum(max(t, 1) for t in tokens), advantages
+        return sum(a for a, t in zip(advantages, tokens, strict=True) if t) / len(samples), advantages
+
+    _, plain = step("trainer")
+    mean, _ = step("trained")
+    kept = [0, 1, 3, 5]
+    tokens = [sum(make(0.0, turns=1 + i % 3).loss_mask) for i in range(6)]
+    expected = sum(plain[i] for i in kept) / len(kept)
+    if per_token:
+        expected = sum(plain[i] * tokens[i] for i in kept) / sum(tokens[i] for i in kept)
+    assert mean == pytest.approx(expected)
+    assert step("trainer")[0] != pytest.approx(expected)
+
+
+def test_a_batch_of_which_nothing_is_left_is_not_divided_by() -> None:
+    samples = [make(float(i), index=i, remove_sample=True) for i in range(2)]
+    for per_token in (False, True):
+        mapping = {"arm": "none", "denominator": "trained"}
+        _, advantages = reward_post_process(arguments(mapping, calculate_per_token_loss=per_token), samples)
+        assert all(map(math.isfinite, advantages))
+
+
 def test_groups_that_an_arm_removes_leave_the_denominators() -> None:
     samples = [
         make(float(r), group=g, index=2 * g + i) for g, rs in enumerate([(1, 1), (0, 1)]) for i, r in enumerate(rs)

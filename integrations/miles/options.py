@@ -27,6 +27,7 @@ ROOT = "fastadv"
 VARIABLE = "FASTADV_CONFIG"  # a YAML file, for programs that have no --custom-config-path
 EXCLUSIONS = ("weight", "mask")
 DIVISORS = ("candidates", "kept", "hajek")
+DENOMINATORS = ("trainer", "trained")
 TIMEOUTS = ("budget", "infra")
 ROUTES = ("none", "init", "flags", "samples")
 FILTERS = ("truncated_zero_reward", "truncated", "predictable", "random")
@@ -44,6 +45,9 @@ class Options:
             `remove_sample`, and denominators over tokens shrink.
         divisor: what stands for the groups that an asynchronous buffer dropped: "candidates", all groups that were
             taken from it (unbiased); "kept", nobody (larger steps); "hajek", the sum of weights (biased).
+        denominator: "trainer": the trainer's own, where samples that a mask or a filter took out shrink the step: they
+            count among its rollouts, and as a token each among its tokens; "trained": what they count is given back
+            to the others' advantages.
         solved_above: a rollout with a reward above this is solved.
         timeout: what running out of wall-clock time is, "budget" (as in Miles' own filter of cut-off samples) or
             "infra".
@@ -70,6 +74,7 @@ class Options:
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     exclusion: str = "weight"
     divisor: str = "candidates"
+    denominator: str = "trainer"
     solved_above: float = 0.0
     timeout: str = "budget"
     reward: RewardShaping = field(default_factory=RewardShaping)
@@ -186,6 +191,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "options": keys.options_mapping,
     "exclusion": keys.one_of(*EXCLUSIONS),
     "divisor": keys.one_of(*DIVISORS),
+    "denominator": keys.one_of(*DENOMINATORS),
     "solved_above": keys.finite,
     "timeout": keys.one_of(*TIMEOUTS),
     "reward": RewardShaping.of,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,8 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     if found.removed is not None:
         for sample, gone in zip(samples, _flags(batch, found.removed), strict=True):
             sample.remove_sample = sample.remove_sample or gone
+    if options.denominator == "trained":
+        found = replace(found, weights=found.weights * _given_back(args, batch))
     if found.turns is None:
         return batch.raw_rewards, batch.at_samples(found.weighted).tolist()
     return batch.raw_rewards, _carry_turns(batch, found, options)
@@ -159,6 +161,26 @@ def _factor(batch: SampleBatch, weights: Tensor, divisor: str) -> float:
             "take --rollout-batch-size of 2 or more"
         )
     return (groups - 1) / (batch.taken - 1)
+
+
+def _given_back(args: Any, batch: SampleBatch) -> float:
+    """What the trainer's denominator counts over what is trained on.
+
+    Means over samples are divided by all rollouts, removed ones too; sums over tokens by the tokens of the masks, where
+    a removed sample counts as one.
+    """
+    left = [
+        0
+        if sample.remove_sample
+        else sample.response_length
+        if sample.loss_mask is None
+        else int(sum(sample.loss_mask))
+        for sample in batch.samples
+    ]
+    if getattr(args, "calculate_per_token_loss", False):
+        return sum(max(tokens, 1) for tokens in left) / max(sum(left), 1)
+    trained = sum(any(left[row] for row in rows) for rows in batch.everything.members)
+    return len(batch.everything.members) / trained if trained else 1.0
 
 
 def _flags(batch: SampleBatch, rollouts: Tensor) -> list[bool]:
