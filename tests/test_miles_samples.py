@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from fastadv.integrations.miles.options import Options
-from fastadv.integrations.miles.runs import find_runs, turns_of_runs
+from fastadv.integrations.miles.runs import find_runs
 from fastadv.integrations.miles.samples import LOSS_WEIGHT, STALENESS, TAKEN, SampleBatch, read_samples
 from miles_standins import SAMPLES, SlimeSample, Status, arguments, drawn, make, mask_of
 
 import fastadv as fa
 from fastadv import Outcome
+from fastadv.replay.readers.miles_turns import turns_of_runs
 
 
 def read(samples: list[Any], mapping: dict[str, Any] | None = None, **flags: Any) -> SampleBatch:

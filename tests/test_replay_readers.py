@@ -186,12 +186,6 @@ def test_a_fractional_mask(tmp_path: Path) -> None:
         read(write_dump(tmp_path / "dump.pt", [entry]), ReadOptions())
 
 
-def test_a_trajectory_in_several_samples(tmp_path: Path) -> None:
-    entries = [{**sample(RNG, 0, i), "rollout_id": 5} for i in range(3)]
-    with pytest.raises(ReplayError, match="3 samples share rollout_id 5: a trajectory in several samples would vote"):
-        read(write_dump(tmp_path / "dump.pt", entries), ReadOptions())
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from fastadv.integrations.miles.options import Options
-from fastadv.integrations.miles.runs import find_runs, turns_of_runs
+from fastadv.integrations.miles.runs import find_runs
 
 from fastadv import keep
 from fastadv.coins import EXCLUSION
+from fastadv.replay.readers.miles_turns import turns_of_runs
 
 logger = logging.getLogger(__name__)
 

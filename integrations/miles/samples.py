@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from fastadv.integrations.miles.options import Options
-from fastadv.integrations.miles.runs import Runs, find_runs, turns_of_runs
+from fastadv.integrations.miles.runs import Runs, find_runs
 from torch import Tensor
 
 from fastadv import Arm, Batch, outcomes_of
 from fastadv.arms import Known, Rescue
 from fastadv.outcomes import Outcome
+from fastadv.replay.readers.miles_turns import last_sample, turns_of_runs
 from fastadv.statuses import sample_ending
 
 # What `RescueDataBuffer` writes into the metadata of a group's samples.
@@ -204,11 +205,8 @@ def _row_id(sample: Any, row: int) -> int:
 
 
 def _last(samples: Sequence[Any], rows: list[int]) -> int:
-    """The sample that a rollout ended with: pickers may reorder leaves, whose node ids are in order of calls."""
-    leaves = [_metadata(samples[row]).get("leaf") for row in rows]
-    if len(rows) > 1 and all(isinstance(leaf, dict) and isinstance(leaf.get("node_id"), int) for leaf in leaves):
-        return max((leaf["node_id"], row) for leaf, row in zip(leaves, rows, strict=True) if leaf is not None)[1]
-    return rows[-1]
+    """The sample that a rollout ended with."""
+    return rows[0] if len(rows) == 1 else rows[last_sample([_metadata(samples[row]).get("leaf") for row in rows])]
 
 
 def _shared_reward(args: Any, samples: Sequence[Any], rows: list[int]) -> float:

@@ -11,7 +11,6 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from fastadv.batch import LARGEST_ID, Batch, TokenIds
 from fastadv.groups import group_index
-from fastadv.outcomes import NO_RESULT, Ending, Outcome, outcomes_of
+from fastadv.outcomes import NO_RESULT, Outcome, outcomes_of
 from fastadv.replay.errors import ReplayError, counted
+from fastadv.replay.readers.miles_rollouts import Columns, joined
 from fastadv.replay.readers.rollouts import (
     ReadOptions,
     Rollouts,
@@ -207,20 +207,11 @@ def _versions_of(versions: object, mask: np.ndarray) -> np.ndarray | None:
     return tokens
 
 
-class _Columns:
-    """The samples as columns."""
+class _Samples(Columns):
+    """The samples as columns, and what is to be said about them."""
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self.total_lengths: list[int] = []
-        self.masks: list[np.ndarray] = []
-        self.log_probs: list[np.ndarray | None] = []
-        self.ids: list[np.ndarray] = []
-        self.rewards: list[float] = []
-        self.endings: list[Ending] = []
-        self.versions: list[np.ndarray | None] = []
-        self.groups: list[int | str] = []
-        self.row_ids: list[int] = []
+        super().__init__()
         self.labels: dict[int | str, str] = {}
         self.removed = self.missing_rewards = self.without_group = self.without_mask = self.plain_rewards = 0
         self.failed_agents = 0
@@ -247,6 +238,8 @@ class _Columns:
         self.plain_rewards += sample.plain_reward
         finished = ending("miles", status) not in NO_RESULT
         self.failed_agents += finished and ended in NO_RESULT
+        self.rollouts.append(sample.get("rollout_id", (int, str), optional=True))
+        self.leaves.append(metadata.get("leaf"))
         self.missing_rewards += ended not in NO_RESULT and not math.isfinite(reward)
         group = sample.get("group_index", (int, str), optional=True)
         self.without_group += group is None
@@ -292,9 +285,7 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
         raise ReplayError(f"{path}: 'samples' is a {type(samples).__name__}, not a list")
     if not samples:
         raise ReplayError(f"{path} holds no rollouts")
-    _refuse_split_trajectories(path, samples)
-
-    columns, tokens = _Columns(), 0
+    columns, tokens = _Samples(), 0
     for row, fields in enumerate(samples):
         columns.add(_Sample(f"{path}, sample {row}", fields), row, options)
         tokens += columns.total_lengths[-1]
@@ -307,22 +298,7 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     return _rollouts(path, columns, options)
 
 
-def _refuse_split_trajectories(path: Path, samples: list[Any]) -> None:
-    ids: Counter[int | str] = Counter()
-    for row, fields in enumerate(samples):
-        if isinstance(fields, dict):
-            number = _Sample(f"{path}, sample {row}", fields).get("rollout_id", (int, str), optional=True)
-            if number is not None:
-                ids[number] += 1
-    shared = [i for i, count in ids.items() if count > 1]
-    if shared:
-        raise ReplayError(
-            f"{path}: {ids[shared[0]]} samples share rollout_id {short(shared[0])}: a trajectory in several samples "
-            "would vote several times, and is not supported"
-        )
-
-
-def _rollouts(path: Path, c: _Columns, options: ReadOptions) -> Rollouts:
+def _notes(c: _Samples, options: ReadOptions) -> list[str]:
     notes = []
     if c.removed:
         notes.append(
@@ -342,6 +318,14 @@ def _rollouts(path: Path, c: _Columns, options: ReadOptions) -> Rollouts:
     if options.reward_key is not None and c.plain_rewards:
         plain = counted(c.plain_rewards, "sample")
         notes.append(f"--reward-key does not apply to {plain}: the reward is no dictionary")
+    return notes
+
+
+def _rollouts(path: Path, samples: _Samples, options: ReadOptions) -> Rollouts:
+    notes = _notes(samples, options)
+    labels = [samples.labels[g] for g in dict.fromkeys(samples.groups)]
+    c, turn_ids, more = joined(str(path), samples)
+    notes += more
     if len(set(c.row_ids)) != len(c.row_ids):
         c.row_ids = list(range(len(c.row_ids)))
         notes.append("sample indices repeat: coins are tossed by position instead")
@@ -359,19 +343,22 @@ def _rollouts(path: Path, c: _Columns, options: ReadOptions) -> Rollouts:
     groups = group_index(c.groups)
     rewards, endings = torch.tensor(c.rewards, dtype=torch.float64), torch.tensor(c.endings, dtype=torch.int64)
     outcomes, capped = outcomes_of(endings, rewards, solved_above=options.solved_above, timeout=Outcome.BUDGET)
+    token_ids = None  # which are one sequence a rollout, where parts of a rollout are one each
+    if turn_ids is None:
+        token_ids = TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths))
     batch = Batch.of(
         mask=_packed(c.masks, torch.bool),
         cu_seqlens=packed_offsets(c.lengths),
+        turn_ids=None if turn_ids is None else torch.from_numpy(turn_ids),
         rewards=rewards,
         group_ids=groups,
         outcomes=outcomes,
         capped=capped,
         row_ids=torch.tensor(c.row_ids, dtype=torch.int64),
         rollout_log_probs=log_probs,
-        token_ids=TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths)),
+        token_ids=token_ids,
         endings=endings,
         versions=_packed(versions, torch.int32) if len(versions) == len(c.versions) else None,
     )
     check_log_probs(f"{path}, sample", batch)
-    labels = [c.labels[g] for g in dict.fromkeys(c.groups)]
     return Rollouts("miles", outcomes, rewards, groups, labels, batch, notes)
