@@ -18,7 +18,7 @@ from fastadv.arms import (
     freeze,
     named_arm,
 )
-from fastadv.batch import Batch, TokenIds, pad, unpad
+from fastadv.batch import Batch, pad, unpad
 from fastadv.coins import RescueSampler, keep
 from fastadv.dispatch import BackendUnavailableError, backends, last_backend
 from fastadv.estimators import ESTIMATORS, estimate
@@ -49,6 +49,7 @@ from fastadv.reference.sequence_log_ratios import SequenceLogRatios
 from fastadv.rewards import soft_overlong_penalty, stop_properly_penalty, truncation_mask, zero_on_cap
 from fastadv.segment_table import Segments, SegmentTable
 from fastadv.statistics import FrozenStatistics, freeze_statistics
+from fastadv.token_ids import TokenIds
 from fastadv.token_index import TokenIndex, token_index
 from fastadv.validation import checks
 

@@ -15,6 +15,7 @@ from fastadv.ops.turn_ids import segments, turn_ids_from_mask
 from fastadv.outcomes import Census, Outcome, census, ending_tensor, outcome_tensor
 from fastadv.rows import Rows
 from fastadv.segment_table import Segments
+from fastadv.token_ids import LARGEST_ID, TokenIds, offsets_of, ranges
 
 
 def pad(values: Tensor, cu_seqlens: Tensor, *, width: int | None = None, fill: float = 0) -> Tensor:
@@ -72,55 +73,6 @@ def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
 
 def _occupied(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
-
-
-LARGEST_ID = 2**31 - 1
-
-
-@dataclass(frozen=True, eq=False)
-class TokenIds:
-    """Prompt and response ids of each rollout, packed; a rollout's response is the end of its row.
-
-    Attributes:
-        ids: `[M]` int32, from 0.
-        cu_seqlens: `[B + 1]` int64, ends of the rows in `ids`; the first is 0, the last M.
-    """
-
-    ids: Tensor  # [M]
-    cu_seqlens: Tensor  # [B + 1]
-
-    def checked(self, op: str, lengths: Tensor) -> TokenIds:
-        """The same ids as int32 and offsets as int64.
-
-        Args:
-            op: what checks, for error messages.
-            lengths: `[B]` response tokens of the rollouts.
-
-        Raises:
-            TypeError, ValueError: an id that is no integer in [0, 2^31), offsets that do not start at 0, decrease or do
-                not end at the number of ids, a rollout with fewer ids than response tokens.
-        """
-        validation.tensor(op, "token_ids.ids", self.ids, dtypes=validation.INTEGERS, device=lengths.device)
-        if self.ids.dim() != 1:
-            raise ValueError(f"{op}: token_ids.ids has shape {list(self.ids.shape)}; pass packed ids [M]")
-        validation.tensor(op, "token_ids.cu_seqlens", self.cu_seqlens, shape=(lengths.shape[0] + 1,))
-        rows = Rows.of(op, "token_ids.ids", self.ids, self.cu_seqlens, "token_ids.cu_seqlens")
-        assert rows.cu_seqlens is not None
-        bad = (self.ids < 0) | (self.ids.to(torch.int64) > LARGEST_ID)
-        if bool(bad.any()):
-            at = int(bad.nonzero()[0])
-            raise ValueError(
-                f"{op}: token_ids.ids[{at}] is {int(self.ids[at])}; ids are from 0 to {LARGEST_ID}, and a token "
-                "without an id cannot be scored"
-            )
-        short = rows.lengths() < lengths
-        if bool(short.any()):
-            row = int(short.nonzero()[0])
-            raise ValueError(
-                f"{op}: token_ids has {int(rows.lengths()[row])} tokens for rollout {row}, fewer tokens than its "
-                f"response of {int(lengths[row])}; a row is the prompt and then the response"
-            )
-        return TokenIds(self.ids.to(torch.int32), rows.cu_seqlens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +281,7 @@ class Batch:
             turn_ids=unpad(self.turn_ids, self.lengths),
             rollout_log_probs=log_probs,
             versions=versions,
-            cu_seqlens=_offsets(self.lengths),
+            cu_seqlens=offsets_of(self.lengths),
         )
 
     def take(self, rows: Tensor) -> Batch:
@@ -344,11 +296,11 @@ class Batch:
         tokens = ranges(batch.cu_seqlens, rows)
         ids = batch.token_ids
         if ids is not None:
-            ids = TokenIds(ids.ids[ranges(ids.cu_seqlens, rows)], _offsets(ids.cu_seqlens.diff()[rows]))
+            ids = ids.take(rows, batch.num_rollouts)
         return Batch(
             mask=batch.mask[tokens],
             turn_ids=batch.turn_ids[tokens],
-            cu_seqlens=_offsets(batch.lengths[rows]),
+            cu_seqlens=offsets_of(batch.lengths[rows]),
             lengths=batch.lengths[rows],
             rewards=batch.rewards[rows],
             groups=group_index(batch.groups.index[rows]),
@@ -366,6 +318,29 @@ class Batch:
         validation.tensor("Batch.select", "rows", rows, shape=(self.num_rollouts,), dtypes=(torch.bool,))
         return self.take(rows.nonzero().squeeze(1))
 
+    def by_sequence(self) -> Batch:
+        """The batch in which each row of `token_ids` is a rollout of its own, packed; itself where it is that already.
+
+        Tokens keep their order, their turns and their rollout's reward, group and row id, so that per-token values of
+        one are those of the other. Turns that lie in other rows are segments without tokens.
+        """
+        ids = self.token_ids
+        if ids is None or ids.rollouts is None or ids.responses is None:
+            return self
+        batch, of = self.packed(), ids.rollouts
+        return replace(
+            batch,
+            cu_seqlens=offsets_of(ids.responses),
+            lengths=ids.responses,
+            rewards=batch.rewards[of],
+            groups=group_index(batch.groups.index[of]),
+            outcomes=batch.outcomes[of],
+            capped=batch.capped[of],
+            row_ids=batch.row_ids[of],
+            token_ids=TokenIds(ids.ids, ids.cu_seqlens),
+            endings=None if batch.endings is None else batch.endings[of],
+        )
+
     def micro_batches(self, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Ranges `(first, last)` of rollouts, in order: at most `max_tokens` padded tokens in each, or one rollout.
 
@@ -374,24 +349,21 @@ class Batch:
         """
         if max_tokens < 1:
             raise ValueError(f"micro_batches: max_tokens is {max_tokens}; it must be at least 1")
-        lengths = self.lengths.tolist() if self.token_ids is None else self.token_ids.cu_seqlens.diff().tolist()
-        first, longest = 0, 0
-        for row, length in enumerate(lengths):
+        rows, lengths = [1] * self.num_rollouts, self.lengths.tolist()  # of each rollout, and its longest
+        if self.token_ids is not None:
+            offsets = self.token_ids.rows_of(self.num_rollouts)
+            rows, whole = offsets.diff().tolist(), self.token_ids.cu_seqlens.diff()
+            row = torch.repeat_interleave(torch.arange(len(rows), device=whole.device), offsets.diff())
+            lengths = torch.zeros_like(self.lengths).scatter_reduce(0, row, whole, "amax").tolist()
+        first, longest, count = 0, 0, 0
+        for rollout, (length, own) in enumerate(zip(lengths, rows, strict=True)):
             longest_now = max(longest, length)
-            if row > first and longest_now * (row + 1 - first) > max_tokens:
-                yield first, row
-                first, longest_now = row, length
-            longest = longest_now
+            if rollout > first and longest_now * (count + own) > max_tokens:
+                yield first, rollout
+                first, longest_now, count = rollout, length, 0
+            longest, count = longest_now, count + own
         if first < len(lengths):
             yield first, len(lengths)
-
-
-def ranges(offsets: Tensor, rows: Tensor) -> Tensor:
-    """Positions `offsets[r] .. offsets[r + 1] - 1` of each row r in `rows`, one after another."""
-    lengths = offsets.diff()[rows]
-    ends = lengths.cumsum(0)
-    shift = torch.repeat_interleave(offsets[rows] - (ends - lengths), lengths)
-    return torch.arange(shift.shape[0], device=offsets.device) + shift
 
 
 def _lengths(op: str, rows: Rows, mask: Tensor, lengths: Tensor | None) -> Tensor:
@@ -435,7 +407,3 @@ def _versions(op: str, versions: Tensor, mask: Tensor) -> Tensor:
             f"{op}: versions{at} is {int(versions[tuple(at)])} at a sampled token; versions are from 0 to {LARGEST_ID}"
         )
     return torch.where(sampled, versions, -1).to(torch.int32)
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -11,16 +11,18 @@ from fastadv.batch import Batch
 
 
 def without_prompt(batch: Batch) -> int | None:
-    """The first rollout of a batch with token ids whose response nothing precedes, so that nothing predicts its first
+    """The first row of the token ids of a batch whose response nothing precedes, so that nothing predicts its first
     token; None if there is none."""
-    assert batch.token_ids is not None
-    bare = (batch.token_ids.cu_seqlens.diff() == batch.lengths) & (batch.lengths > 0)
+    ids = batch.token_ids
+    assert ids is not None
+    responses = batch.lengths if ids.responses is None else ids.responses
+    bare = (ids.cu_seqlens.diff() == responses) & (responses > 0)
     return int(bare.nonzero()[0]) if bool(bare.any()) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """Prompts and responses of some rollouts, padded."""
+    """Prompts and responses of some rollouts, padded: a row each, or where a rollout is several, its rows in order."""
 
     ids: Tensor  # [b, T] int64
     inside: Tensor  # [b, T] bool: no padding
@@ -29,10 +31,15 @@ class Responses:
     @classmethod
     def of(cls, batch: Batch, first: int, last: int, device: torch.device) -> Responses:
         """Rollouts `first .. last - 1` of a batch with token ids."""
-        assert batch.token_ids is not None
-        ends = batch.token_ids.cu_seqlens[first : last + 1]
-        tokens = batch.token_ids.ids[int(ends[0]) : int(ends[-1])].to(device, torch.int64)
-        lengths, responses = ends.diff().to(device), batch.lengths[first:last].to(device)
+        given = batch.token_ids
+        assert given is not None
+        counts = batch.lengths
+        if given.responses is not None:
+            offsets, counts = given.rows_of(batch.num_rollouts), given.responses
+            first, last = int(offsets[first]), int(offsets[last])
+        ends = given.cu_seqlens[first : last + 1]
+        tokens = given.ids[int(ends[0]) : int(ends[-1])].to(device, torch.int64)
+        lengths, responses = ends.diff().to(device), counts[first:last].to(device)
         ids = nn.utils.rnn.pad_sequence([*torch.split_with_sizes(tokens, lengths.tolist())], batch_first=True)
         positions = torch.arange(ids.shape[1], device=device)
         inside = positions < lengths[:, None]

@@ -57,8 +57,14 @@ def test_siblings_are_one_rollout(tmp_path: Path, slime: bool) -> None:
     assert batch.turn_ids[8].item() == 2
     assert batch.row_ids.tolist() == [70, 1, 3, 4]
     assert batch.groups.sizes().tolist() == [2, 2]
-    assert batch.token_ids is None
-    assert any("1 rollout of 2 samples" in note and "gradients are not taken" in note for note in found.notes)
+    ids = batch.token_ids
+    assert ids is not None
+    assert ids.rollouts is not None
+    assert ids.responses is not None
+    assert ids.rollouts.tolist() == [0, 0, 1, 2, 3]
+    assert ids.responses.tolist() == [len(mask_of(2)), len(mask_of(3)), 3, 3, 3]
+    assert ids.cu_seqlens.diff().tolist() == [2 + n for n in ids.responses.tolist()]
+    assert "1 rollout of 2 samples: each votes once" in found.notes
 
 
 def test_one_sample_a_rollout_is_read_as_before(tmp_path: Path) -> None:
@@ -66,7 +72,8 @@ def test_one_sample_a_rollout_is_read_as_before(tmp_path: Path) -> None:
     found = reread(tmp_path, samples)
     assert found.batch is not None
     assert found.batch.token_ids is not None
-    assert not any("gradients" in note for note in found.notes)
+    assert found.batch.token_ids.rollouts is None
+    assert found.batch.by_sequence() is found.batch
 
 
 def tree() -> list[Any]:
@@ -159,3 +166,143 @@ def test_trees_that_do_not_fit_are_refused(tmp_path: Path, broken: Any, message:
     samples[1].metadata = {"leaf": broken}
     with pytest.raises(ReplayError, match=message):
         reread(tmp_path, samples)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def policy(folder: Path) -> Any:
+    from rollout_files import write_policy
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(write_policy(folder, vocabulary=64)).double().eval()
+
+
+def by_autograd(model: Any, samples: list[Any], numbers: list[list[int]], segments: int) -> torch.Tensor:
+    """Gradients [S, P] of the sums of log-probs, sample by sample; `numbers` are segments of tokens, or -1."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = torch.zeros(segments, sum(p.numel() for p in parameters), dtype=torch.float64)
+    for sample, own in zip(samples, numbers, strict=True):
+        ids = torch.tensor([sample.tokens])
+        log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        log_probs = log_probs[len(sample.tokens) - sample.response_length - 1 :]
+        for segment in sorted(set(own) - {-1}):
+            total = log_probs[torch.tensor([number == segment for number in own])].sum()
+            found = torch.autograd.grad(total, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+            rows[segment] += torch.cat([g.flatten() for g in found])
+    return rows
+
+
+@pytest.mark.parametrize("level", ["rollout", "turn"])
+@pytest.mark.parametrize("kind", ["siblings", "leaves"])
+def test_gradients_of_a_rollout_are_sums_over_its_samples(tmp_path: Path, kind: str, level: str) -> None:
+    samples = siblings() if kind == "siblings" else tree()
+    batch = reread(tmp_path, samples).batch
+    assert batch is not None
+    assert batch.token_ids is not None
+    assert batch.token_ids.rollouts is not None
+    ordered = [samples[i] for i in ((0, 2, 1, 3, 4) if kind == "siblings" else (0, 1, 2))]
+    model = policy(tmp_path / "policy")
+    offsets, rollouts = batch.segments.offsets.tolist(), batch.token_ids.rollouts.tolist()
+    numbers, at = [], 0
+    for sample, rollout in zip(ordered, rollouts, strict=True):
+        turns = batch.turn_ids[at : at + sample.response_length].tolist()
+        numbers.append([-1 if t < 0 else offsets[rollout] + t if level == "turn" else rollout for t in turns])
+        at += sample.response_length
+    count = batch.segments.count if level == "turn" else batch.num_rollouts
+    exact = by_autograd(model, ordered, numbers, count)
+    for max_tokens in (8, 4096):
+        found = fa.gradproj.segment_gram(model, batch, level=level, max_tokens=max_tokens)
+        torch.testing.assert_close(found.gram, exact @ exact.T, rtol=1e-9, atol=1e-9)
+    if level == "turn":
+        assert found.rows.tolist() == batch.segments.row_of_segment().tolist()
+        assert found.turns.tolist() == [t for n in batch.segments.turns().tolist() for t in range(n)]
+    if level == "turn":
+        dots = fa.gradproj.token_dots(model, batch, dict(model.named_parameters()), max_tokens=20)
+        own = torch.cat([p.flatten() for p in model.parameters()])
+        torch.testing.assert_close(fa.gradproj.segment_dots(dots, batch), exact @ own, rtol=1e-9, atol=1e-9)
+
+
+def test_a_replay_takes_gradients_of_such_dumps_either_way(tmp_path: Path) -> None:
+    from rollout_files import write_policy
+
+    from fastadv.replay.pipeline import ReplayOptions, replay
+    from fastadv.replay.policy import Policy
+
+    samples = siblings() + [make(float(i % 2), index=10 + i, rollout_id=80 + i // 2, group=2) for i in range(6)]
+    for sample in samples[5:]:
+        sample.reward = float(sample.rollout_id % 2)
+    path = dumped(tmp_path / "dump.pt", samples)
+    exact = Policy.load(write_policy(tmp_path / "policy", vocabulary=64), dtype=torch.float64)
+    by_gram, flat = (replay([path], exact, ReplayOptions(p1_prompts=0, gradients=how)) for how in ("gram", "cells"))
+    assert len(by_gram.gradients) == len(flat.gradients) > 5
+    for one, other in zip(flat.gradients, by_gram.gradients, strict=True):
+        assert (other.arm, other.scope) == (one.arm, one.scope)
+        assert other.norm == pytest.approx(one.norm, rel=1e-6, abs=1e-6)
+        if one.norm > 1e-6 and one.norm_ratio < 1e6:  # else what is left of terms that cancel
+            assert other.cosine == pytest.approx(one.cosine, rel=1e-6)
+
+
+def test_the_portable_format_holds_sequences(tmp_path: Path) -> None:
+    from fastadv.replay.readers import portable
+
+    batch = reread(tmp_path, siblings()).batch
+    assert batch is not None
+    portable.write(tmp_path / "rollouts.safetensors", batch)
+    again = portable.read(tmp_path / "rollouts.safetensors", ReadOptions()).batch
+    assert again is not None
+    for name in ("ids", "cu_seqlens", "rollouts", "responses"):
+        assert torch.equal(getattr(batch.token_ids, name), getattr(again.token_ids, name)), name
+    assert torch.equal(batch.turn_ids, again.turn_ids)
+
+
+def test_rollouts_that_are_taken_keep_their_sequences(tmp_path: Path) -> None:
+    batch = reread(tmp_path, siblings()).batch
+    assert batch is not None
+    assert batch.token_ids is not None
+    some = batch.take(torch.tensor([3, 0]))
+    ids = some.token_ids
+    assert ids is not None
+    assert ids.rollouts is not None
+    assert ids.responses is not None
+    assert ids.rollouts.tolist() == [0, 1, 1]
+    assert ids.responses.tolist() == [3, 8, 13]
+    split = some.by_sequence()
+    assert split.lengths.tolist() == [3, 8, 13]
+    assert split.rewards.tolist() == [1, 1, 1]
+    assert torch.equal(split.mask, some.mask)
+    assert split.groups.num_groups == 2
+    assert [list(r) for r in batch.micro_batches(24)] == [[0, 1], [1, 4]]
+    assert [list(r) for r in batch.micro_batches(10**6)] == [[0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"responses": None}, "rollouts and responses come together"),
+        ({"rollouts": [0, 0, 1, 2]}, r"token_ids.responses has shape \[5\]"),
+        ({"rollouts": [0, 1, 0, 2, 3]}, r"token_ids.rollouts\[2\] is 0; rollouts are from 0 to 3 and do not decrease"),
+        ({"rollouts": [0, 0, 1, 2, 4]}, r"token_ids.rollouts\[4\] is 4"),
+        ({"responses": [8, 13, 3, 3, -3]}, r"token_ids.responses\[4\] is -3; it must be at least 0"),
+        ({"responses": [8, 12, 3, 3, 3]}, "rows of rollout 0 in token_ids have 20 response tokens, the rollout has 21"),
+        ({"responses": [21, 0, 3, 3, 3]}, "fewer tokens than its response of 21"),
+        ({"rollouts": [0.0, 0, 1, 2, 3]}, "token_ids.rollouts"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    batch = reread(tmp_path, siblings()).batch
+    assert batch is not None
+    assert batch.token_ids is not None
+    given = vars(batch.token_ids) | {k: None if v is None else torch.tensor(v) for k, v in changes.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        fa.TokenIds(**given).checked("Batch", batch.lengths)
+
+
+def test_repetitions_are_looked_for_in_the_last_sequence(tmp_path: Path) -> None:
+    samples = siblings()
+    samples[2].tokens[-12:] = [7, 8] * 6
+    samples[0].tokens[-8:] = [5] * 8  # not how the rollout ended
+    batch = reread(tmp_path, samples).batch
+    assert batch is not None
+    assert fa.arms.rules.repeating("test", batch, 2).tolist() == [True, False, False, False]
+    assert fa.arms.rules.repeating("test", batch, 8).tolist() == [False] * 4

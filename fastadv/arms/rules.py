@@ -80,11 +80,15 @@ def repeating(op: str, batch: Batch, tokens: int, known: Known = NOTHING) -> Ten
         return known.repeating
     if batch.token_ids is None:
         raise ValueError(f"{op}: the batch has no token ids, so nobody can tell which rollouts repeat themselves")
-    ids, ends = batch.token_ids.ids, batch.token_ids.cu_seqlens[1:]
-    rows = (batch.lengths >= 2 * tokens).nonzero().squeeze(1)
-    last = ends[rows, None] - tokens + torch.arange(tokens, device=ends.device)  # [n, tokens]
+    ids, ends, lengths = batch.token_ids.ids, batch.token_ids.cu_seqlens[1:], batch.lengths
+    if batch.token_ids.responses is not None:  # how the last row of a rollout ends
+        last = batch.token_ids.rows_of(batch.num_rollouts)[1:] - 1
+        there = last >= 0
+        ends, lengths = ends[last] * there, batch.token_ids.responses[last] * there
+    rows = (lengths >= 2 * tokens).nonzero().squeeze(1)
+    place = ends[rows, None] - tokens + torch.arange(tokens, device=ends.device)  # [n, tokens]
     found = torch.zeros_like(batch.capped)
-    found[rows] = (ids[last] == ids[last - tokens]).all(1)
+    found[rows] = (ids[place] == ids[place - tokens]).all(1)
     return found
 
 

@@ -173,6 +173,8 @@ def batch_fingerprint(batches: Sequence[Batch]) -> str:
         parts = {"mask": batch.mask, "turn_ids": batch.turn_ids, "lengths": batch.lengths}
         if batch.token_ids is not None:
             parts |= {"ids": batch.token_ids.ids, "cu_seqlens": batch.token_ids.cu_seqlens}
+            if batch.token_ids.rollouts is not None and batch.token_ids.responses is not None:
+                parts |= {"rollouts": batch.token_ids.rollouts, "responses": batch.token_ids.responses}
         for name, value in parts.items():
             _update(digest, name, value)
     return digest.hexdigest()

@@ -31,7 +31,7 @@ from fastadv.gradproj.families import (
 from fastadv.gradproj.gram import SegmentGram, batches_of
 from fastadv.gradproj.head import Head
 from fastadv.gradproj.interceptors import Interceptor, Tape, described, interceptor
-from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, Packed, layout
+from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, Packed, layout, segments_of
 from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
 from fastadv.responses import without_prompt
 
@@ -99,7 +99,8 @@ def segment_gram(
     if progress is not None and not callable(progress):
         raise TypeError(f"{OP}: progress is a {type(progress).__name__}; pass a function of (done, total)")
     temperature = float(temperature)
-    batches = [one.packed() for one in batches_of(OP, batch)]
+    whole = [one.packed() for one in batches_of(OP, batch)]
+    batches = [one.by_sequence() for one in whole]  # what a rollout's rows add up to is added up at the end
     parts = parts_of(model)
     device = parts.tokens.weight.device
     scratch_bytes = checked_scratch(OP, scratch_bytes, device)
@@ -122,15 +123,24 @@ def segment_gram(
     with fixed_policy(model, tape, attends):
         run = _Run(parts, plan, tape, temperature, scratch_bytes, strict, attends)
         gram = run.gram(progress or (lambda done, total: None))
+        rows, turns, place = segments_of(whole, batches, level)
         return SegmentGram(
-            gram=gram.cpu(),
-            rows=plan.rows,
-            turns=plan.turns,
+            gram=_folded(gram.cpu(), place, len(rows)),
+            rows=rows,
+            turns=turns,
             covered=sum(p.numel() for p in run.covered.values()),
             total=sum(p.numel() for p in model.parameters()),
             temperature=temperature,
             dtype=str(parts.tokens.weight.dtype).removeprefix("torch."),
         )
+
+
+def _folded(gram: Tensor, place: Tensor | None, size: int) -> Tensor:
+    """The Gram of segments from that of their parts: gradients add up, so products do."""
+    if place is None:
+        return gram
+    rows = gram.new_zeros(size, gram.shape[1]).index_add(0, place, gram)
+    return rows.new_zeros(size, size).index_add(1, place, rows)
 
 
 def _check_batch(batch: Batch, parts: Parts) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastadv import validation
 from fastadv.batch import Batch
 from fastadv.outcomes import Ending
+from fastadv.token_ids import offsets_of
 
 SHIFT = 2**31  # versions are below it: slot * SHIFT + version is of both
 
@@ -102,11 +103,6 @@ def outline(batches: Sequence[Batch]) -> Outline:
     return Outline(rollouts, tokens, _repeats(batches) if known else None)
 
 
-def offsets_of(lengths: Tensor) -> Tensor:
-    """Where rows of these lengths begin, and where the last ends: `[B + 1]`."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
 def _says_endings(batch: Batch) -> bool:
     """Arms refuse a batch whose endings are all unknown; it must not get lost among others."""
     return batch.endings is not None and bool((batch.endings != Ending.UNKNOWN).any())
@@ -151,9 +147,12 @@ def _repeats(batches: Sequence[Batch]) -> Repeats:
     found: list[list[int]] = []
     for batch in batches:
         assert batch.token_ids is not None
-        ids, ends = batch.token_ids.ids.cpu(), batch.token_ids.cu_seqlens[1:].tolist()
-        for end, length in zip(ends, batch.lengths.tolist(), strict=True):
-            found.append(_repetitions(ids[end - length : end].flip(0).tolist()))
+        given = batch.token_ids.to("cpu")
+        last = given.rows_of(batch.num_rollouts)[1:] - 1  # how a rollout's last row ends
+        responses = batch.lengths.cpu() if given.responses is None else given.responses
+        for row in last.tolist():
+            end, length = (int(given.cu_seqlens[row + 1]), int(responses[row])) if row >= 0 else (0, 0)
+            found.append(_repetitions(given.ids[end - length : end].flip(0).tolist()))
     counts = torch.tensor([len(lengths) for lengths in found], dtype=torch.int64)
     return Repeats(offsets_of(counts), torch.tensor(list(chain.from_iterable(found)), dtype=torch.int32))
 

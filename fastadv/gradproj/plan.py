@@ -282,7 +282,7 @@ def plan(
         if not (tokens is None and rollouts is None and turns is None):
             raise ValueError(f"{OP}: tokens, rollouts and turns are counted in the batch; leave them out")
         batches = batches_of(OP, batch)
-        counted = [_live_rows(one, level) for one in batches]
+        counted = [_live_rows(one.by_sequence(), level) for one in batches]
         lengths, live = (torch.cat([torch.zeros(0, dtype=torch.float64), *part]) for part in zip(*counted, strict=True))
         tokens, rollouts = int(lengths.sum()), len(lengths)
         turns = max([1, *(int(one.segments.turns().max()) for one in batches if one.num_rollouts)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fastadv.batch import Batch, TokenIds
+from fastadv.batch import Batch
 from fastadv.ops.segment_weight_gram import Run
 
 LEVELS = ("rollout", "turn")
@@ -109,15 +109,10 @@ def layout(
     rows, turns = [], []
     rollouts = segments = tokens = 0
     for batch in map(_on_host, batches):
-        index = batch.segments
         count = batch.num_rollouts
-        if level == "turn":
-            row = index.row_of_segment()
-            rows.append(rollouts + row)
-            turns.append(torch.arange(index.count) - index.offsets[row])
-        else:
-            rows.append(rollouts + torch.arange(count))
-            turns.append(torch.full((count,), -1))
+        row, turn = _numbered(batch, level)
+        rows.append(rollouts + row)
+        turns.append(turn)
         mine = torch.ones(batch.mask.shape[0]) if weights is None else weights[tokens : tokens + batch.mask.shape[0]]
         for first, last in batch.micro_batches(max_tokens):
             one = _micro_batch(batch, first, last, level, segments, mine.to("cpu", torch.float64), device)
@@ -126,6 +121,37 @@ def layout(
         rollouts, segments, tokens = rollouts + count, segments + len(rows[-1]), tokens + batch.mask.shape[0]
     nothing = torch.zeros(0, dtype=torch.int64)
     return Layout(found, torch.cat([nothing, *rows]), torch.cat([nothing, *turns]))
+
+
+def segments_of(
+    batches: Sequence[Batch], by_sequence: Sequence[Batch], level: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rollout and turn of each segment of batches, and to which of them each segment of `Batch.by_sequence` of the same
+    batches belongs; None: they are the same."""
+    rows, turns, place = [], [], []
+    rollouts = segments = 0
+    for whole, parts in zip(batches, by_sequence, strict=True):
+        row, turn = _numbered(whole, level)
+        part, own = _numbered(parts, level)
+        given = whole.token_ids
+        of = part if given is None or given.rollouts is None else given.rollouts.cpu()[part]  # rollout of each part
+        offsets = whole.segments.offsets.cpu()
+        place.append(segments + (offsets[of] + own if level == "turn" else of))
+        rows.append(rollouts + row)
+        turns.append(turn)
+        rollouts, segments = rollouts + whole.num_rollouts, segments + len(row)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    same = all(whole is parts for whole, parts in zip(batches, by_sequence, strict=True))
+    return torch.cat([nothing, *rows]), torch.cat([nothing, *turns]), None if same else torch.cat([nothing, *place])
+
+
+def _numbered(batch: Batch, level: str) -> tuple[Tensor, Tensor]:
+    """Rollout and turn of each segment of one batch; turn -1 at level "rollout"."""
+    if level != "turn":
+        return torch.arange(batch.num_rollouts), torch.full((batch.num_rollouts,), -1)
+    index = batch.segments
+    row = index.row_of_segment()
+    return row.cpu(), (torch.arange(index.count, device=row.device) - index.offsets[row]).cpu()
 
 
 def _on_host(batch: Batch) -> Batch:
@@ -140,7 +166,7 @@ def _on_host(batch: Batch) -> Batch:
         turn_ids=batch.turn_ids.cpu(),
         cu_seqlens=batch.cu_seqlens.cpu(),
         lengths=batch.lengths.cpu(),
-        token_ids=TokenIds(batch.token_ids.ids.cpu(), batch.token_ids.cu_seqlens.cpu()),
+        token_ids=batch.token_ids.to("cpu"),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastadv.arms import Arm, ArmResult
-from fastadv.batch import Batch, ranges
+from fastadv.batch import Batch
 from fastadv.gradproj.projections import Projections
 from fastadv.gradproj.scopes import TURN_NAMES, Partition, Weighted, partition, within_half
 from fastadv.gradproj.statistics import PLUG_IN
@@ -27,6 +27,7 @@ from fastadv.outcomes import Outcome
 from fastadv.replay.errors import ReplayError
 from fastadv.replay.policy import Policy, token_range
 from fastadv.segment_table import SegmentTable
+from fastadv.token_ids import ranges
 
 
 def policy_gradients(

@@ -106,10 +106,7 @@ class Policy:
         """Raises ReplayError unless the model can score every response token of the batch."""
         ids = batch.token_ids
         if ids is None:
-            raise ReplayError(
-                "the rollouts carry no token ids: gradients need the tokens of prompt and response, in one sample a "
-                "rollout"
-            )
+            raise ReplayError("the rollouts carry no token ids: gradients need the prompt and response tokens")
         if ids.ids.numel() and int(ids.ids.max()) >= self.vocabulary:
             raise ReplayError(
                 f"the rollouts hold token id {int(ids.ids.max())}, the policy's vocabulary ends at "

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastadv.batch import LARGEST_ID, Batch, TokenIds
+from fastadv.batch import Batch
 from fastadv.groups import group_index
 from fastadv.outcomes import NO_RESULT, Outcome, outcomes_of
 from fastadv.replay.errors import ReplayError, counted
@@ -35,6 +35,7 @@ from fastadv.replay.readers.rollouts import (
 )
 from fastadv.status_tables import SYSTEMS
 from fastadv.statuses import ending, sample_ending
+from fastadv.token_ids import LARGEST_ID, TokenIds
 
 STATUSES = tuple(SYSTEMS["miles"].statuses)
 EXPECTED = {int: "an integer", str: "a text", dict: "a dictionary", list: "a list of numbers"}
@@ -324,8 +325,12 @@ def _notes(c: _Samples, options: ReadOptions) -> list[str]:
 def _rollouts(path: Path, samples: _Samples, options: ReadOptions) -> Rollouts:
     notes = _notes(samples, options)
     labels = [samples.labels[g] for g in dict.fromkeys(samples.groups)]
-    c, turn_ids, more = joined(str(path), samples)
-    notes += more
+    c, parts = joined(str(path), samples)
+    token_ids = TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths))
+    if parts is not None:
+        notes.append(parts.note)
+        rollouts, responses = torch.from_numpy(parts.rollouts), torch.from_numpy(parts.responses)
+        token_ids = TokenIds(token_ids.ids, token_ids.cu_seqlens, rollouts, responses)
     if len(set(c.row_ids)) != len(c.row_ids):
         c.row_ids = list(range(len(c.row_ids)))
         notes.append("sample indices repeat: coins are tossed by position instead")
@@ -343,13 +348,10 @@ def _rollouts(path: Path, samples: _Samples, options: ReadOptions) -> Rollouts:
     groups = group_index(c.groups)
     rewards, endings = torch.tensor(c.rewards, dtype=torch.float64), torch.tensor(c.endings, dtype=torch.int64)
     outcomes, capped = outcomes_of(endings, rewards, solved_above=options.solved_above, timeout=Outcome.BUDGET)
-    token_ids = None  # which are one sequence a rollout, where parts of a rollout are one each
-    if turn_ids is None:
-        token_ids = TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths))
     batch = Batch.of(
         mask=_packed(c.masks, torch.bool),
         cu_seqlens=packed_offsets(c.lengths),
-        turn_ids=None if turn_ids is None else torch.from_numpy(turn_ids),
+        turn_ids=None if parts is None else torch.from_numpy(parts.turns),
         rewards=rewards,
         group_ids=groups,
         outcomes=outcomes,

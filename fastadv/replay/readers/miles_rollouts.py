@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,10 @@ class Columns:
     """Samples, or the rollouts that they are joined to, as columns."""
 
     lengths: list[int] = field(default_factory=list)  # response tokens
-    total_lengths: list[int] = field(default_factory=list)  # prompt and response
+    total_lengths: list[int] = field(default_factory=list)  # prompt and response, of each sample
     masks: list[np.ndarray] = field(default_factory=list)  # bool
     log_probs: list[np.ndarray | None] = field(default_factory=list)
-    ids: list[np.ndarray] = field(default_factory=list)
+    ids: list[np.ndarray] = field(default_factory=list)  # of each sample
     rewards: list[float] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     versions: list[np.ndarray | None] = field(default_factory=list)
@@ -34,7 +34,16 @@ class Columns:
     leaves: list[Any] = field(default_factory=list)  # metadata["leaf"]
 
 
-def joined(where: str, c: Columns) -> tuple[Columns, np.ndarray | None, list[str]]:
+class Parts(NamedTuple):
+    """Samples that are parts of rollouts."""
+
+    turns: np.ndarray  # [N] int32: turn of each response token of the rollouts, -1 outside of turns
+    rollouts: np.ndarray  # [Q] rollout of each sample, in the columns' order
+    responses: np.ndarray  # [Q] its response tokens
+    note: str  # for reports
+
+
+def joined(where: str, c: Columns) -> tuple[Columns, Parts | None]:
     """One row a rollout: the samples of a group that share a `rollout_id`, in order, as one response.
 
     A rollout has one reward, ends as its last sample did, and its turns count on through its samples. The calls that
@@ -45,8 +54,7 @@ def joined(where: str, c: Columns) -> tuple[Columns, np.ndarray | None, list[str
         c: samples.
 
     Returns:
-        The columns, the turn of each token (int32, -1 outside of turns; None: every rollout is one sample, so that
-        turns are the runs of its mask), and what a report should say about it.
+        The columns, and what ties samples to rollouts; None: every rollout is one sample.
 
     Raises:
         ReplayError: samples of a rollout with different rewards, leaves that do not fit their masks.
@@ -56,13 +64,14 @@ def joined(where: str, c: Columns) -> tuple[Columns, np.ndarray | None, list[str
         members.setdefault(("row", row) if rollout is None else (group, rollout), []).append(row)
     several = [rows for rows in members.values() if len(rows) > 1]
     if not several:
-        return c, None, []
+        return c, None
     made, turns = Columns(), []
     for rows in members.values():
         first, last = rows[0], rows[last_sample([c.leaves[row] for row in rows])]
         parts = [c.masks[row] for row in rows]
         made.lengths.append(sum(c.lengths[row] for row in rows))
-        made.total_lengths.append(sum(c.total_lengths[row] for row in rows))
+        made.total_lengths += [c.total_lengths[row] for row in rows]
+        made.ids += [c.ids[row] for row in rows]
         made.masks.append(np.concatenate(parts))
         made.log_probs.append(_all(c.log_probs[row] for row in rows))
         made.rewards.append(_reward(where, rows, [c.rewards[row] for row in rows]))
@@ -72,12 +81,12 @@ def joined(where: str, c: Columns) -> tuple[Columns, np.ndarray | None, list[str
         number = c.rollouts[first]
         made.row_ids.append(number if isinstance(number, int) and len(rows) > 1 else c.row_ids[last])
         turns.append(_turns(where, rows, parts, [c.leaves[row] for row in rows] if len(rows) > 1 else [None]))
-    samples = sum(map(len, several))
-    note = (
-        f"{counted(len(several), 'rollout')} of {samples:,} samples: each votes once; gradients are not taken of such "
-        "a dump"
+    return made, Parts(
+        np.concatenate(turns),
+        np.repeat(np.arange(len(members)), [len(rows) for rows in members.values()]),
+        np.array([c.lengths[row] for rows in members.values() for row in rows]),
+        f"{counted(len(several), 'rollout')} of {sum(map(len, several)):,} samples: each votes once",
     )
-    return made, np.concatenate(turns), [note]
 
 
 def _all(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:

@@ -10,17 +10,24 @@ import torch
 from torch import Tensor
 
 from fastadv import validation
-from fastadv.batch import Batch, TokenIds
+from fastadv.batch import Batch
 from fastadv.outcomes import Outcome
 from fastadv.replay.errors import ReplayError, counted
 from fastadv.replay.readers.rollouts import LARGEST_REWARD, ReadOptions, Rollouts, check_log_probs, label_text
+from fastadv.token_ids import TokenIds
 
 FORMAT, VERSION = "fastadv rollouts", "1"
 REQUIRED = ("cu_seqlens", "mask", "rewards", "group_ids", "outcomes")
 REWARDS = (torch.float64, torch.float32)
 OPTIONAL = (
     "turn_ids", "capped", "row_ids", "rollout_log_probs", "endings", "versions", "token_ids", "token_cu_seqlens",
+    "sequence_rollouts", "sequence_responses",
 )  # fmt: skip
+# Of what errors call otherwise.
+NAMES = {
+    "token_ids.ids": "token_ids", "token_ids.cu_seqlens": "token_cu_seqlens", "token_ids.rollouts": "sequence_rollouts",
+    "token_ids.responses": "sequence_responses",
+}  # fmt: skip
 
 
 def write(path: Path, batch: Batch, labels: list[str] | None = None) -> None:
@@ -59,6 +66,9 @@ def write(path: Path, batch: Batch, labels: list[str] | None = None) -> None:
     if batch.token_ids is not None:
         tensors["token_ids"] = batch.token_ids.ids
         tensors["token_cu_seqlens"] = batch.token_ids.cu_seqlens.clone()  # may be the responses' own: no prompts
+        if batch.token_ids.rollouts is not None and batch.token_ids.responses is not None:
+            tensors["sequence_rollouts"] = batch.token_ids.rollouts
+            tensors["sequence_responses"] = batch.token_ids.responses
     metadata = {"format": FORMAT, "version": VERSION}
     if labels is not None:
         metadata["group_labels"] = json.dumps(labels)
@@ -114,12 +124,15 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     ids, ends = parts.pop("token_ids", None), parts.pop("token_cu_seqlens", None)
     if (ids is None) != (ends is None):
         raise ReplayError(f"{path}: token_ids and token_cu_seqlens come together")
+    sequences = parts.pop("sequence_rollouts", None), parts.pop("sequence_responses", None)
+    if ids is None and sequences != (None, None):
+        raise ReplayError(f"{path}: sequence_rollouts and sequence_responses come with token_ids")
     try:
         with validation.checks("on"):  # a file's offsets are not trusted, whatever FASTADV_CHECKS says
-            batch = Batch.of(**parts, token_ids=None if ids is None else TokenIds(ids, ends))
+            batch = Batch.of(**parts, token_ids=None if ids is None else TokenIds(ids, ends, *sequences))
     except (ValueError, TypeError, RuntimeError) as error:
         reason = str(error).removeprefix("Batch: ")
-        for ours, theirs in (("token_ids.ids", "token_ids"), ("token_ids.cu_seqlens", "token_cu_seqlens")):
+        for ours, theirs in NAMES.items():
             reason = reason.replace(ours, theirs)
         raise ReplayError(f"{path}: {reason}") from error
     large = batch.rewards.abs() > LARGEST_REWARD
