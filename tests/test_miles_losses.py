@@ -413,3 +413,54 @@ def test_the_reducer_divides_by_a_constant(trainer: str, tmp_path: Any, monkeypa
     file.write_text("fastadv: {seed: 3}\n")
     with pytest.raises(ValueError, match=r"set fastadv\.horizon"):
         miles.pg_loss_reducer(*given, False)
+
+
+# ---- score centering of the newer Miles ------------------------------------------------------------------------------
+
+
+def newer_miles_score_centering(
+    log_p: Tensor, log_q: Tensor, head_p: Tensor, head_q: Tensor, advantages: Tensor, weigh: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Token losses as its description has them; the head is padded with -inf: [N]."""
+    there = head_q > -torch.inf
+    p, q = (torch.where(there, x, -torch.inf).exp() for x in (head_p.detach(), head_q))  # [N, K]
+    rho = (1 - q.sum(-1)).clamp(min=1e-6) / (1 - p.sum(-1)).clamp(min=1e-6)
+    alpha = rho * weigh(1 / rho)  # [N]
+    ratio = torch.where(there, head_p.detach() - head_q, 0.0).exp()
+    centre = torch.where(there, q * weigh(ratio) - alpha[:, None] * p, 0.0)
+    own = weigh((log_p.detach() - log_q).exp())
+    return -advantages * (own * log_p - (centre * torch.where(there, head_p, 0.0)).sum(-1))
+
+
+WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], fa.Correction | None]] = {
+    "none": (torch.ones_like, None),
+    "tis": (lambda r: r.clamp(max=2.0), fa.Correction("tis", high=2.0)),
+    "mis": (lambda r: torch.where((r >= 0.5) & (r <= 5.0), r, 0.0), fa.Correction("mis", low=0.5, high=5.0)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_score_centering_is_the_newer_miles(name: str) -> None:
+    """Its `rollout_topk_token_ids` are -1 and `rollout_topk_log_probs` -inf where a place is empty; ours takes NaN."""
+    weigh, correction = WEIGHTS[name]
+    g = torch.Generator().manual_seed(4)
+    n, vocabulary, k = 12, 40, 6
+    logits = torch.randn(n, vocabulary, generator=g, dtype=torch.float64).requires_grad_()
+    sampler = (logits.detach() + 0.7 * torch.randn(n, vocabulary, generator=g, dtype=torch.float64)).log_softmax(-1)
+    tokens = sampler.exp().multinomial(1, generator=g)  # [N, 1]
+    top = sampler.topk(k).indices
+    empty = torch.rand(n, k, generator=g) < 0.2
+    padded_ids, padded = top.masked_fill(empty, -1), sampler.gather(1, top).masked_fill(empty, -torch.inf)
+    advantages = torch.randn(n, generator=g, dtype=torch.float64)
+    log_p = logits.log_softmax(-1)
+    head = log_p.gather(1, padded_ids.clamp(min=0))
+    own, theirs = log_p.gather(1, tokens).squeeze(1), sampler.gather(1, tokens).squeeze(1)
+    expected = newer_miles_score_centering(own, theirs, head, padded, advantages, weigh)
+    out = fa.score_centering_loss(
+        own, theirs, head, padded.masked_fill(padded == -torch.inf, torch.nan), advantages, torch.ones(n),
+        sampler=fa.Sampler(), config=fa.LossConfig("reinforce", correction=correction), reduction="none",
+    )  # fmt: skip
+    torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=1e-12)
+    a, b = (torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (out.loss, expected))
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert a.abs().max() > 1e-3
