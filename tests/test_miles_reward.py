@@ -357,3 +357,43 @@ def test_the_sample_class_is_not_asked_for() -> None:
     """slime's samples lack fields of Miles', and a hook gets along with what both have."""
     assert not hasattr(SAMPLES[1](), "opd_reverse_kl")
     assert hasattr(MilesSample(), "opd_reverse_kl")
+
+
+# ---- a dump that Miles wrote -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "mask", "survivors", "turn-reached"])
+def test_the_hook_on_a_dump_of_miles_is_its_replay(name: str) -> None:
+    """The committed dump, 24 samples in 6 groups, as `--load-debug-rollout-data` hands it to the hook."""
+    from pathlib import Path
+
+    from fastadv.replay.readers.miles import read
+    from fastadv.replay.readers.rollouts import ReadOptions
+
+    path = Path(__file__).parent / "data" / "miles_dump_example.pt"
+    batch = read(path, ReadOptions()).batch
+    assert batch is not None
+    samples = []
+    for fields in torch.load(path, weights_only=True)["samples"]:
+        known = {k: v for k, v in fields.items() if k in MilesSample.__dataclass_fields__}
+        samples.append(MilesSample(**{**known, "status": Status(fields["status"])}))
+    has_result = batch.outcomes != fa.Outcome.INFRA
+    kept = batch.select(has_result)
+    arm = fa.named_arm(name)
+    result = arm.apply(kept, arm.freeze(kept))
+    table = result.advantages.values * result.weights[result.advantages.segments.row_of_segment()]
+    offsets = result.advantages.segments.offsets.tolist()
+    mapping = {"arm": name} | ({"turns": "init"} if name == "turn-reached" else {})
+    raw, advantages = reward_post_process(arguments(mapping), samples)
+    assert len(raw) == len(advantages) == 24
+    place = 0
+    for sample, there, advantage in zip(samples, has_result.tolist(), advantages, strict=True):
+        if not there:
+            assert advantage == 0
+            continue
+        assert advantage == pytest.approx(float(table[offsets[place]]) if offsets[place + 1] > offsets[place] else 0.0)
+        if name == "turn-reached":
+            sent = sample.metadata["round_number"]["fastadv_turn_advantages"]
+            assert sent == pytest.approx(table[offsets[place] : offsets[place + 1]].tolist())
+        place += 1
+    assert any(advantages)

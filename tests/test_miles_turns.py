@@ -84,6 +84,20 @@ def test_turns_reach_the_tokens_of_every_rank(size: int) -> None:
     assert some_are_empty == (size == 4)
 
 
+def test_groups_may_be_split_over_data_parallel_ranks() -> None:
+    """Groups are whole where advantages are computed, in the rollout process; a rank has any samples."""
+    samples, advantages = sent(3)
+    expected = [expanded(s) for s in samples]
+    for rank in range(3):
+        rows = list(range(rank, len(samples), 3))
+        own = [samples[row] for row in rows]
+        assert len({s.group_index for s in own}) > 1
+        data = rank_data(own, [advantages[row] for row in rows], [((0, s.response_length), (0, 0)) for s in own])
+        apply_turn_advantages(data, Place(0, 1))
+        for row, found in zip(rows, data["advantages"], strict=True):
+            torch.testing.assert_close(found, expected[row], rtol=0, atol=1e-6)
+
+
 def test_what_distillation_added_stays() -> None:
     samples, advantages = sent()
     spans = [((0, s.response_length), (0, 0)) for s in samples]

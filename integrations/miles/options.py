@@ -18,7 +18,7 @@ from fastadv.integrations.miles.projections import Projections
 from fastadv.integrations.reward_shaping import RewardShaping
 
 from fastadv import Arm, Outcome
-from fastadv.arms.text import arm_settings
+from fastadv.arms.text import arm_settings, arm_to_dict
 from fastadv.losses import KL, PRESETS, Correction, LossConfig, SequenceMask
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Options:
     def summary(self) -> str:
         """One line a key that is not its default, and the hash of them all."""
         lines = [f"fastadv options {self.hash[:12]}"]
-        lines += [f"  {key}: {value}" for key, value in _shown(self._set()).items()]
+        lines += [f"  {key}: {_said(value)}" for key, value in self._set().items()]
         return "\n".join(lines)
 
     def _set(self) -> dict[str, Any]:
@@ -212,6 +212,11 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
 def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as they are printed and hashed."""
     return {key: _plain(value) for key, value in values.items()}
+
+
+def _said(value: Any) -> Any:
+    """A value as a person wrote it: of an arm what is not the default."""
+    return arm_to_dict(value) if isinstance(value, Arm) else _plain(value)
 
 
 def _plain(value: Any) -> Any:

@@ -304,7 +304,7 @@ def _stale(arm: Arm, members: list[list[Any]], groups: list[int | str], owners: 
     measured = [s for sample in owners if isinstance(s := _metadata(sample).get(STALENESS), int)]
     if len(measured) == len(owners):
         return torch.tensor([staleness > after for staleness in measured], dtype=torch.bool)
-    versions = [[int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()] for samples in members]
+    versions = [[int(v) for s in samples for v in s.weight_versions or () if str(v).isdecimal()] for samples in members]
     for row, found in enumerate(versions):
         if not found:
             raise ValueError(
