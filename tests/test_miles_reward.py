@@ -317,6 +317,50 @@ def test_the_buffer_and_the_arm_have_to_agree() -> None:
         reward_post_process(arguments({"arm": "rescue:a=0.25", "seed": 5}), samples)
 
 
+def test_coins_of_another_seed_are_not_taken_for_drops() -> None:
+    """Groups that the buffer kept, and that the arm's coins would have dropped."""
+    a, seed = 0.25, 5
+    dropped = next(g for g in range(50) if not bool(fa.keep(seed, [g], a, stream="rescue")[0]))
+    samples = [
+        make(float(i), group=dropped, index=i, metadata={LOSS_WEIGHT: 4.0, STALENESS: 1, TAKEN: 1}) for i in range(2)
+    ]
+    with pytest.raises(ValueError, match=r"the arm gives it 0; both have to read the same"):
+        reward_post_process(arguments({"arm": f"rescue:a={a}", "seed": seed}), samples)
+
+
+def test_groups_without_a_result_were_taken_too() -> None:
+    samples = [
+        make(
+            None if g == 2 else float(i), group=g, index=2 * g + i, metadata={LOSS_WEIGHT: 1.0, STALENESS: 0, TAKEN: 3}
+        )
+        for g in range(3)
+        for i in range(2)
+    ]
+    args = arguments({"arm": "rescue:a=0.5", "divisor": "candidates"})
+    _, advantages = reward_post_process(args, samples)
+    assert advantages == pytest.approx([-2 / 8, 2 / 8, -2 / 8, 2 / 8, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["mask", "dynamic-sampling", "inverse-probability:rho=0.5", "survivors", "none"])
+def test_arms_without_coins_about_groups_go_with_the_buffer(name: str) -> None:
+    samples = drawn(torch.Generator().manual_seed(7), 6)
+    _, plain = reward_post_process(arguments({"arm": name}), samples)
+    for sample in samples:
+        sample.metadata |= {LOSS_WEIGHT: 1.0, STALENESS: 0, TAKEN: 1}
+        sample.remove_sample = False
+    assert reward_post_process(arguments({"arm": name}), samples)[1] == plain
+    samples[0].metadata[LOSS_WEIGHT] = 4.0
+    with pytest.raises(ValueError, match="the buffer gave it fastadv_loss_weight 4, the arm gives it 1"):
+        reward_post_process(arguments({"arm": name}), samples)
+
+
+def test_hajek_leaves_exclusions_alone() -> None:
+    """It is about groups that coins dropped; what an arm masks stays in the denominator."""
+    samples = [make(float(i % 2), index=i, status=Status.TRUNCATED if i == 0 else Status.COMPLETED) for i in range(4)]
+    found = [reward_post_process(arguments({"arm": "mask", "divisor": d}), samples)[1] for d in ("candidates", "hajek")]
+    assert found[0] == found[1]
+
+
 def test_one_group_says_nothing_about_a_divisor() -> None:
     seed = next(s for s in range(50) if bool(fa.keep(s, [0], 0.5, stream="rescue")[0]))
     samples = [make(1.0, index=i, metadata={LOSS_WEIGHT: 2.0, STALENESS: 1, TAKEN: 3}) for i in range(2)]

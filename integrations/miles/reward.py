@@ -23,7 +23,8 @@ from fastadv.integrations.miles.samples import LOSS_WEIGHT, SampleBatch, read_sa
 from torch import Tensor
 
 import fastadv as fa
-from fastadv import FrozenStatistics, SegmentTable
+from fastadv import Arm, ArmResult, FrozenStatistics, SegmentTable
+from fastadv.arms import Rescue
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,10 @@ def advantages(batch: SampleBatch, options: Options) -> Advantages:
     arm, rollouts = options.arm, batch.batch
     statistics = arm.freeze(rollouts, known=batch.known)
     result = arm.apply(rollouts, statistics, known=batch.known)
-    _agree(batch, result.weights)
+    _agree(batch, _coin_weights(arm, batch, result))
     weights, removed = result.weights.to(torch.float64), result.removed
-    factor = _factor(batch, weights, options.divisor)
+    tossed = arm.row_weights is not None and batch.loss_weights is None  # by the arm alone, as in a replay
+    factor = _factor(batch, weights if tossed else batch.loss_weights, options.divisor)
     if options.exclusion == "mask" and arm.excludes_any:
         removed = result.excluded if removed is None else removed | result.excluded
     first = result.advantages.segments.offsets[:-1]
@@ -114,24 +116,29 @@ def advantages(batch: SampleBatch, options: Options) -> Advantages:
 
 def _estimated(batch: SampleBatch, options: Options) -> Advantages:
     assert options.estimator is not None
-    found, rollouts = fa.ESTIMATORS[options.estimator], batch.batch
-    given: dict[str, Any] = {}
-    if any("lengths" in need for need in found.needs):
-        given["lengths"] = batch.lengths
-    if "turn_ids" in found.needs:
-        given["turn_ids"] = rollouts.segments
-    values = fa.estimate(options.estimator, rollouts.rewards, rollouts.groups, **given, **options.options).advantages
+    rollouts = batch.batch
+    values = fa.estimate(options.estimator, rollouts.rewards, rollouts.groups, **options.options).advantages
     assert isinstance(values, Tensor)
     weights = torch.ones_like(rollouts.rewards) if batch.loss_weights is None else batch.loss_weights
-    factor = _factor(batch, weights, options.divisor)
+    factor = _factor(batch, batch.loss_weights, options.divisor)
     return Advantages(values.to(torch.float64), weights * factor, factor=factor)
+
+
+def _coin_weights(arm: Arm, batch: SampleBatch, result: ArmResult) -> Tensor:
+    """What the arm's coins about stale groups say, `[B]`; the buffer's own word where the arm excludes a rollout."""
+    if not isinstance(arm.row_weights, Rescue):
+        return torch.ones_like(batch.batch.rewards)
+    gone = arm.excluded(batch.batch, batch.known)
+    gone = gone if result.removed is None else gone | result.removed
+    said = result.weights if batch.loss_weights is None else batch.loss_weights
+    return torch.where(gone, said, result.weights)
 
 
 def _agree(batch: SampleBatch, weights: Tensor) -> None:
     """The buffer and the arm toss the same coins; if they do not, one of them was told something else."""
     if batch.loss_weights is None:
         return
-    differs = ((batch.loss_weights - weights).abs() > 1e-6 * weights.abs()) & (weights != 0)
+    differs = (batch.loss_weights - weights).abs() > 1e-6 * weights.abs()
     if bool(differs.any()):
         row = int(differs.nonzero()[0])
         raise ValueError(
@@ -140,19 +147,19 @@ def _agree(batch: SampleBatch, weights: Tensor) -> None:
         )
 
 
-def _factor(batch: SampleBatch, weights: Tensor, divisor: str) -> float:
+def _factor(batch: SampleBatch, weights: Tensor | None, divisor: str) -> float:
     """What the loss, which divides by the rollouts that are here, is multiplied by.
 
     A buffer that drops groups refills the batch to n groups; T were taken. Dividing by what was kept makes steps larger
     by E[T]/n. (n - 1)/(T - 1) is the unbiased estimate of the share that is kept when one takes until there are n, so
     with it the expected step is that of all candidates.
     """
-    groups = batch.batch.groups.num_groups
-    if groups == 0 or divisor == "kept":
+    if divisor == "kept" or weights is None or not len(weights):
         return 1.0
     if divisor == "hajek":
         total = float(weights.sum())
         return float(weights.shape[0]) / total if total > 0 else 1.0
+    groups = len(set(batch.everything.groups))
     if batch.taken is None or batch.taken <= groups:
         return 1.0
     if groups == 1:

@@ -156,7 +156,7 @@ def read_samples(args: Any, samples: Sequence[Any], options: Options, *, turns: 
     given: list[float] = torch.where(rewards.isnan(), 0.0, rewards)[everything.number].tolist()
     return SampleBatch(
         samples, place, given, batch, lengths, _known(options.arm, batch, members, groups, owners), everything,
-        *_of_buffer(owners, groups), runs, turn_of_run,
+        _loss_weights(owners), _taken(samples, everything), runs, turn_of_run,
     )  # fmt: skip
 
 
@@ -267,19 +267,27 @@ def _reached(turns: np.ndarray, rollout: np.ndarray, count: int) -> np.ndarray:
     return reached
 
 
-def _of_buffer(owners: list[Any], groups: list[int | str]) -> tuple[Tensor | None, int | None]:
-    """Weights of rollouts and how many groups were taken, as the buffer wrote them."""
+def _loss_weights(owners: list[Any]) -> Tensor | None:
+    """Weights of rollouts `[B]`, as the buffer wrote them; None: it did not."""
     weights = [_metadata(sample).get(LOSS_WEIGHT) for sample in owners]
     if all(weight is None for weight in weights):
-        return None, None
+        return None
     if any(weight is None for weight in weights):
         row = weights.index(None)
         raise ValueError(
             f"rollout {row} has no {LOSS_WEIGHT} in its metadata, others have: they did not come through one buffer"
         )
-    taken = {group: _metadata(sample).get(TAKEN) for group, sample in zip(groups, owners, strict=True)}
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+def _taken(samples: Sequence[Any], everything: SampledRollouts) -> int | None:
+    """How many groups were taken from the buffer to get these, those without a result too; None: it did not say."""
+    taken = {
+        group: _metadata(samples[rows[-1]]).get(TAKEN)
+        for group, rows in zip(everything.groups, everything.members, strict=True)
+    }
     counts = [count for count in taken.values() if isinstance(count, int)]
-    return torch.tensor(weights, dtype=torch.float64), sum(counts) if len(counts) == len(taken) else None
+    return sum(counts) if len(counts) == len(taken) else None
 
 
 def _known(
