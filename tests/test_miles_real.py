@@ -212,6 +212,28 @@ def test_slimes_samples_have_what_the_hook_reads() -> None:
     assert mask_of(1) == [1, 1, 1]
 
 
+def loss_flags(mapping: dict[str, Any], **flags: Any) -> Namespace:
+    """What Miles' policy loss reads; log-probs are plain PyTorch, without Megatron."""
+    usual = PLAIN | {
+        "observe_training_entropy": False, "get_mismatch_metrics": False, "custom_tis_function_path": None,
+        "custom_pg_loss_reducer_function_path": None, "rollout_temperature": 1.0, "true_on_policy_mode": True,
+        "dump_details": None, "log_probs_chunk_size": -1, "allgather_cp": False, "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    return namespace(mapping, **(usual | flags))
+
+
+def micro_batch(args: Namespace, seed: int) -> tuple[dict[str, Any], torch.Tensor, Any]:
+    """A micro-batch, its logits, and Miles' reducer of it."""
+    tools = import_module("miles.backends.training_utils.cp_utils")
+    batch = {name: values[:3] for name, values in whole(seed).items()}  # not the response of one token, whose
+    logits = logits_of(seed)[:, : sum(batch["total_lengths"])]  # log-probs Miles squeezes to no dimension
+    given = (batch["total_lengths"], batch["response_lengths"], batch["loss_masks"])
+    reduce = tools.get_sum_of_sample_mean(
+        *given, args.calculate_per_token_loss, "thd", None, denominators=batch["rollout_mask_sums"]
+    )
+    return batch, logits, reduce
+
+
 LOSSES: tuple[dict[str, Any], ...] = (
     {}, {"eps_clip_c": 3.0}, {"advantage_estimator": "gspo"}, {"use_tis": True}, {"calculate_per_token_loss": True},
     {"entropy_coef": 0.02, "use_kl_loss": True}, {"use_rollout_logprobs": True},
@@ -223,20 +245,10 @@ LOSSES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: "-".join(case) or "plain")
 def test_its_own_loss_function_is_our_custom_loss(case: dict[str, Any]) -> None:
     losses = import_module("miles.backends.training_utils.loss_hub.losses")
-    tools = import_module("miles.backends.training_utils.cp_utils")
     one_rank()
-    args = namespace(
-        {}, observe_training_entropy=False, get_mismatch_metrics=False, custom_tis_function_path=None,
-        custom_pg_loss_reducer_function_path=None, rollout_temperature=1.0, true_on_policy_mode=True, dump_details=None,
-        log_probs_chunk_size=-1, allgather_cp=False, vocab_size=VOCABULARY, **(PLAIN | case),
-    )  # fmt: skip
+    args = loss_flags({}, **case)
     for seed in range(3):
-        batch = {name: values[:3] for name, values in whole(seed).items()}  # not the response of one token, whose
-        logits = logits_of(seed)[:, : sum(batch["total_lengths"])]  # log-probs Miles squeezes to no dimension
-        given = (batch["total_lengths"], batch["response_lengths"], batch["loss_masks"])
-        reduce = tools.get_sum_of_sample_mean(
-            *given, args.calculate_per_token_loss, "thd", None, denominators=batch["rollout_mask_sums"]
-        )
+        batch, logits, reduce = micro_batch(args, seed)
         expected, theirs = losses.policy_loss_function(args, batch, logits, reduce)
         (gradient,) = torch.autograd.grad(expected, logits)
         loss, ours = miles.custom_loss(args, batch, logits, reduce)
@@ -244,3 +256,35 @@ def test_its_own_loss_function_is_our_custom_loss(case: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(ours["pg_loss"], theirs["pg_loss"], rtol=1e-5, atol=1e-6)
         assert set(ours) <= set(theirs) | {"tis_clipfrac"}
+
+
+@MILES
+@pytest.mark.parametrize("per_token", [False, True])
+def test_our_importance_weights_in_its_loss_are_its_own(per_token: bool) -> None:
+    losses = import_module("miles.backends.training_utils.loss_hub.losses")
+    one_rank()
+    found = []
+    for path in (None, "fastadv.integrations.miles.tis"):
+        args = loss_flags({}, use_tis=True, custom_tis_function_path=path, calculate_per_token_loss=per_token)
+        batch, logits, reduce = micro_batch(args, 1)
+        loss, metrics = losses.policy_loss_function(args, batch, logits, reduce)
+        found.append((loss, torch.autograd.grad(loss, logits)[0], metrics))
+    (a, ga, ma), (b, gb, mb) = found
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ga, gb, rtol=1e-5, atol=1e-7)
+    for name in ("tis", "tis_clipfrac", "tis_abs"):
+        torch.testing.assert_close(ma[name], mb[name], rtol=1e-5, atol=1e-6)
+
+
+@MILES
+def test_our_reducer_in_its_loss_divides_by_a_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = import_module("miles.backends.training_utils.loss_hub.losses")
+    one_rank()
+    (tmp_path / "run.yaml").write_text("fastadv: {horizon: 8}")
+    monkeypatch.setenv("FASTADV_CONFIG", str(tmp_path / "run.yaml"))
+    args = loss_flags({}, custom_pg_loss_reducer_function_path="fastadv.integrations.miles.pg_loss_reducer")
+    batch, logits, reduce = micro_batch(args, 1)
+    loss, _ = losses.policy_loss_function(args, batch, logits, reduce)
+    plain = loss_flags({}, calculate_per_token_loss=True)
+    batch, logits, reduce = micro_batch(plain, 1)
+    torch.testing.assert_close(loss * 8, losses.policy_loss_function(plain, batch, logits, reduce)[0])
