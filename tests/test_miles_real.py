@@ -288,3 +288,24 @@ def test_our_reducer_in_its_loss_divides_by_a_constant(tmp_path: Path, monkeypat
     plain = loss_flags({}, calculate_per_token_loss=True)
     batch, logits, reduce = micro_batch(plain, 1)
     torch.testing.assert_close(loss * 8, losses.policy_loss_function(plain, batch, logits, reduce)[0])
+
+
+@MILES
+def test_its_trackers_get_our_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    metrics = import_module("miles.ray.rollout.metrics")
+    logged: dict[str, Any] = {}
+    monkeypatch.setattr(metrics.tracking, "log", lambda args, numbers, step_key: logged.update(numbers))
+    for name in ("_compute_metrics_from_samples", "_compute_perf_metrics_from_samples"):  # read flags of the engine
+        monkeypatch.setattr(metrics, name, lambda *args: {})
+    monkeypatch.setattr(metrics, "compute_rollout_step", lambda args, rollout_id: rollout_id)
+    args = namespace(
+        {"arm": "mask", "record": str(tmp_path / "steps.jsonl")}, load_debug_rollout_data=None, log_passrate=False,
+        custom_rollout_log_function_path="fastadv.integrations.miles.rollout_log",
+    )  # fmt: skip
+    samples = real(drawn(torch.Generator().manual_seed(6), 5))
+    metrics.log_rollout_data(3, args, samples, {"rollout/own": 1.0}, 2.0)
+    assert logged["rollout/own"] == 1
+    assert logged["rollout/step"] == 3
+    (record,) = fa.read_records(tmp_path / "steps.jsonl")
+    assert logged["rollout/fastadv/census/budget"] == record.census.budget > 0
+    assert record.versions["miles"]
