@@ -87,6 +87,17 @@ def test_staleness_of_the_buffer_is_in_the_record() -> None:
     assert (record.extra["staleness_mean"], record.extra["staleness_most"]) == (1.0, 2)
 
 
+def test_the_clock_runs_from_record_to_record() -> None:
+    samples = drawn(torch.Generator().manual_seed(5), 3)
+    args = arguments({"arm": "mask", "run": "clock"})
+    found = [record_of(step, args, samples, Options.of(args), {}, 0.0) for step in range(2)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].wall_clock_s is None
+    assert found[1].wall_clock_s is not None
+    assert 0 < found[1].wall_clock_s < 60
+
+
 def test_the_filter_of_the_options_is_in_force_before_masks_are_made() -> None:
     samples = [make(0.0, index=0, status=Status.TRUNCATED), make(1.0, index=1)]
     logged(samples, {"arm": "none", "filter": "truncated_zero_reward"})

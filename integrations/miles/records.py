@@ -8,6 +8,7 @@ norm are the training process's and not in this line.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -89,6 +90,17 @@ def eval_rollout_log(
     return False
 
 
+_before: dict[str, float] = {}  # when the last record of these options was made
+
+
+def _seconds_since(options_hash: str) -> float | None:
+    """Seconds since the record before this one: a rollout and the training beside or before it; None for the first."""
+    now = time.monotonic()
+    last = _before.get(options_hash)
+    _before[options_hash] = now
+    return None if last is None else now - last
+
+
 def record_of(
     step: int,
     args: Any,
@@ -112,6 +124,7 @@ def record_of(
     return StepRecord.of(
         batch, result, statistics, step=step, arm=arm, run=options.run, sampled=sampled,
         dropped_groups=metrics.get(DROPPED), kept_groups=metrics.get(RESCUED), trainer=_trainer(samples), extra=extra,
+        wall_clock_s=_seconds_since(options.hash),
     )  # fmt: skip
 
 
