@@ -17,10 +17,11 @@ test-all: lint .venv/verl
 test-verl: .venv/verl
 	$(BIN)/python tests/verls_own_tests.py
 
-# Hooks under Miles' and slime's own code, from checkouts that FASTADV_MILES and FASTADV_SLIME name.
+# Hooks under Miles', slime's and Megatron-LM's own code, from checkouts that FASTADV_MILES, FASTADV_SLIME and
+# FASTADV_MEGATRON name.
 test-miles: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt httpx
-	TORCHDYNAMO_DISABLE=1 $(BIN)/pytest -q -m trainers tests/test_miles_real.py
+	TORCHDYNAMO_DISABLE=1 $(BIN)/pytest -q -m trainers tests/test_miles_real.py tests/test_miles_megatron.py
 
 # Every dialect against its owner's own code.
 peers: .venv/peers

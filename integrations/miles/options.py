@@ -15,6 +15,7 @@ from typing import Any
 
 from fastadv.integrations import keys
 from fastadv.integrations.miles.projections import Projections
+from fastadv.integrations.miles.updates import Updates
 from fastadv.integrations.reward_shaping import RewardShaping
 
 from fastadv import Arm, Outcome
@@ -63,7 +64,7 @@ class Options:
             `fastadv.PRESETS`; None: what the trainer's flags say.
         correction: of `tis`: `fastadv.Correction`s; None: what the trainer's flags say.
         horizon: constant length in tokens, of `pg_loss_reducer`.
-        projections: of `before_train_step`; None: it is not used.
+        projections, updates: of `before_train_step`; None: it does not do that.
         seed: of all coins.
         record: a file of step records; None: none is written.
         run: the run's name in the records.
@@ -86,6 +87,7 @@ class Options:
     correction: tuple[Correction, ...] = ()
     horizon: float | None = None
     projections: Projections | None = None
+    updates: Updates | None = None
     seed: int = 0
     record: str | None = None
     run: str = ""
@@ -203,6 +205,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "correction": lambda path, value: keys.made_all(path, Correction, value),
     "horizon": _positive,
     "projections": Projections.of,
+    "updates": Updates.of,
     "seed": keys.integer,
     "record": keys.text,
     "run": keys.text,

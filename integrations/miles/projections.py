@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fastadv.integrations import keys
+from fastadv.integrations.miles import updates
 from torch import Tensor
 
 from fastadv.gradproj import megatron_filter
@@ -70,38 +71,45 @@ class Projections:
 def before_train_step(
     args: Any, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """`--custom-megatron-before-train-step-hook-path`: sketches the gradient of the step that follows.
+    """`--custom-megatron-before-train-step-hook-path`: sketches the gradient of the step that follows, and measures or
+    matches its update.
 
     Args:
-        args: the trainer's namespace, with `fastadv.projections`.
+        args: the trainer's namespace, with `fastadv.projections`, `fastadv.updates` or both.
         rollout_id, step_id: of the step.
         model: the chunks of this pipeline stage, each in Megatron's DistributedDataParallel.
-        optimizer: not looked at; None under --debug-disable-optimizer.
+        optimizer: Megatron's; None under --debug-disable-optimizer.
         opt_param_scheduler: not looked at.
 
     Raises:
-        ValueError: no `fastadv.projections`; a model whose gradients are not in Megatron's buffers.
+        ValueError: neither key; a model whose gradients are not in Megatron's buffers; what `updates.take` raises.
     """
     from fastadv.integrations.miles.options import Options
 
     options = Options.of(args)
-    if options.projections is None:
-        raise ValueError("before_train_step sketches gradients: set fastadv.projections, a mapping with its file")
+    if options.projections is None and options.updates is None:
+        raise ValueError("before_train_step has nothing to do: set fastadv.projections or fastadv.updates")
     config: Any = importlib.import_module("megatron.core.utils").get_model_config(model[0])
-    steps = _steps(options.projections)
-    steps.now = (rollout_id, step_id)
-    if not getattr(config.finalize_model_grads_func, "sketches", False):  # set anew for each rollout
-        config.finalize_model_grads_func = _sketched(config.finalize_model_grads_func, steps, model)
+    found = config.finalize_model_grads_func
+    finish = getattr(found, "finish", found)  # Megatron's own, which it sets anew for each rollout
+    config.finalize_model_grads_func = _looked_at(finish, options, model, optimizer, (rollout_id, step_id))
 
 
-def _sketched(finish: Callable[..., Any], steps: Steps, chunks: Sequence[Any]) -> Callable[..., Any]:
+def _looked_at(
+    finish: Callable[..., Any], options: Any, chunks: Sequence[Any], optimizer: Any, step: tuple[int, int]
+) -> Callable[..., Any]:
+    """Megatron's function, and then what the options ask for."""
+
     @functools.wraps(finish)
     def finalize(*args: Any, **more: Any) -> Any:
         result = finish(*args, **more)
-        steps.take(chunks)
+        if options.projections is not None:
+            _steps(options.projections).take(chunks, step)
+        if options.updates is not None:
+            updates.take(options.updates, optimizer, step, write=_first_rank())
         return result
 
-    finalize.sketches = True  # type: ignore[attr-defined]
+    finalize.finish = finish  # type: ignore[attr-defined]
     return finalize
 
 
@@ -110,24 +118,23 @@ class Steps:
 
     def __init__(self, options: Projections) -> None:
         self.options = options
-        self.now = (0, 0)
         self.reference: Tensor | None = None  # [copies * size] float64
 
-    def take(self, chunks: Sequence[Any]) -> None:
+    def take(self, chunks: Sequence[Any], step: tuple[int, int]) -> None:
         """Sketches the finished gradients, on all ranks; the first writes what comes of it."""
         options = self.options
         sketch = sketch_of(chunks, options)
         values = sketch_values(sketch.cpu(), quantum=options.quantum).flatten()  # [copies * size]
         if options.reference not in REFERENCES:
-            self.reference = load(step_file(options.reference, self.now), options)
+            self.reference = load(step_file(options.reference, step), options)
         elif self.reference is None:
             self.reference = values  # the first step's cosine to itself
-        line = {"rollout_id": self.now[0], "step_id": self.now[1], **compared(values, self.reference, options.copies)}
+        line = {"rollout_id": step[0], "step_id": step[1], **compared(values, self.reference, options.copies)}
         if options.reference == "previous":
             self.reference = values
         if _first_rank():
             if options.save is not None:
-                save(step_file(options.save, self.now), sketch.cpu(), options)
+                save(step_file(options.save, step), sketch.cpu(), options)
             Path(options.file).parent.mkdir(parents=True, exist_ok=True)
             with open(options.file, "a") as file:
                 file.write(json.dumps(line) + "\n")
