@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import worlds
 from fastadv.integrations import miles
+from fastadv.integrations.miles.clips import CLIPPED
 from fastadv.integrations.miles.context_parallel import Place, local_spans, local_tokens
 from miles_standins import arguments
 from torch import Tensor
@@ -464,3 +465,20 @@ def test_score_centering_is_the_newer_miles(name: str) -> None:
     a, b = (torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (out.loss, expected))
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert a.abs().max() > 1e-3
+
+
+# ---- the share of clipped tokens of a step ---------------------------------------------------------------------------
+
+
+def test_clipped_tokens_are_tallied_over_micro_batches(trainer: str) -> None:
+    CLIPPED.take(torch.device("cpu"))
+    assert CLIPPED.take(torch.device("cpu")) is None
+    clipped = tokens = 0.0
+    for seed in range(3):
+        args, batch = flags(eps_clip=0.05, eps_clip_high=0.05), whole(seed)
+        metrics = miles.custom_loss(args, batch, logits_of(seed), lambda x: x.sum())[1]
+        count = float(sum(int(m.sum()) for m in batch["loss_masks"]))
+        clipped, tokens = clipped + float(metrics["pg_clipfrac"]) / sum(LENGTHS) * count, tokens + count
+    assert CLIPPED.take(torch.device("cpu")) == pytest.approx(clipped / tokens)
+    assert clipped > 0
+    assert CLIPPED.take(torch.device("cpu")) is None

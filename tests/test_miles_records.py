@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fastadv.integrations import miles
+from fastadv.integrations.miles import records
 from fastadv.integrations.miles.options import Options
 from fastadv.integrations.miles.records import record_of
 from fastadv.integrations.miles.samples import LOSS_WEIGHT, STALENESS, TAKEN
@@ -125,3 +127,27 @@ def test_evaluations_are_counted_by_set() -> None:
     assert metrics["eval/fastadv/math/census/budget"] == 1
     assert not [name for name in metrics if "bare" in name]
     assert miles.eval_rollout_log(3, arguments({"arm": "mask"}), data, None) is False
+
+
+def test_a_record_waits_for_what_the_training_process_says(tmp_path: Path) -> None:
+    samples = drawn(torch.Generator().manual_seed(6), 3)
+    file, norms = str(tmp_path / "steps.jsonl"), tmp_path / "norms.jsonl"
+    mapping = {"arm": "mask", "record": file, "updates": {"file": str(norms)}}
+    for step in range(3):
+        miles.rollout_log(step, arguments(mapping), samples, {}, 1.0)
+        if step == 1:  # two local updates, of which the first was taken twice, after a restart
+            said = [(0, 9.0, 1.0, None), (0, 0.5, 1.0, 0.25), (1, 0.75, 2.0, None)]
+            with norms.open("a") as out:
+                for number, norm, multiplier, clip in said:
+                    line = {"rollout_id": 1, "step_id": number, "update_norm": norm, "multiplier": multiplier}
+                    out.write(json.dumps({**line, "clip_ratio": clip}) + "\n")
+                out.write('{"rollout_id": 1, "step_id": 2, "upd')  # being written
+    found = fa.read_records(file)
+    assert [(r.step, r.extra.get("local_update")) for r in found] == [(0, None), (1, 0), (1, 1)]
+    assert [(r.update_norm, r.learning_rate_multiplier, r.clip_ratio) for r in found] == [
+        (None, None, None), (0.5, 1.0, 0.25), (0.75, 2.0, None)
+    ]  # fmt: skip
+    records._complete(file, str(norms))  # as at exit
+    assert [r.step for r in fa.read_records(file)] == [0, 1, 1, 2]
+    records._complete(file, str(norms))
+    assert len(fa.read_records(file)) == 4

@@ -55,8 +55,8 @@ def _of_estimators(args: Any, options: Options) -> Iterator[str]:
         )
     if arm is not None and arm.matched_update:
         yield (
-            "fastadv.arm matched-update scales the learning rate, which no reward hook can do; name the arm itself, and "
-            "the reference run's norms in fastadv.updates.match (docs/miles.md)"
+            "fastadv.arm matched-update scales the learning rate, which no reward hook can do; name the arm itself, "
+            "and the reference run's norms in fastadv.updates.match (docs/miles.md)"
         )
 
 

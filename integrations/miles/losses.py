@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fastadv.integrations.miles.clips import CLIPPED
 from fastadv.integrations.miles.context_parallel import Place, context_group, local_spans, local_tokens, place
 from fastadv.integrations.miles.layout import accepted, trainers_function
 from fastadv.integrations.miles.options import Options
@@ -105,6 +106,7 @@ def custom_loss(
         log_probs, old, torch.cat([a.detach() for a in batch["advantages"]]), mask, config=config,
         cu_seqlens=cu_seqlens, **given,
     )  # fmt: skip
+    CLIPPED.add(out.metrics)
     loss = out.loss if log_probs.numel() else out.loss + 0 * logits.sum()  # a rank without a token takes part
     return loss, _metrics(out, config, sum_of_sample_mean(torch.ones_like(mask, dtype=torch.float32)))
 

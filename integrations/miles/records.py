@@ -1,12 +1,14 @@
 """What a rollout step is logged with: `--custom-rollout-log-function-path` and its sister for evaluations.
 
 Both add numbers to the trainer's own dictionary and let it log on, so that every tracker gets them; with
-`fastadv.record` a line a step goes into a file that `fastadv record` reads (docs/step_record.md). Clip ratio and update
-norm are the training process's and not in this line.
+`fastadv.record` a line a step goes into a file that `fastadv record` reads (docs/step_record.md). With
+`fastadv.updates` the line waits for the training process's numbers, update norm and clip ratio, and is written when the
+next step is logged.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -19,6 +21,7 @@ import torch
 from fastadv.integrations.miles.filters import apply_filter
 from fastadv.integrations.miles.options import Options
 from fastadv.integrations.miles.samples import STALENESS, SampleBatch, SampledRollouts, read_samples
+from fastadv.integrations.miles.updates import lines_of
 from fastadv.integrations.record_metrics import census_metrics, record_metrics
 
 from fastadv import Batch, Outcome, RecordWriter, StepRecord
@@ -62,7 +65,7 @@ def rollout_log(
     else:
         numbers = record_metrics(record, PREFIX)
         if options.record:
-            _writer(options.record).write(record)
+            _written(options, record)
     if extra_metrics is not None:
         extra_metrics.update(numbers)
     return False
@@ -157,6 +160,40 @@ def _trainer(samples: Sequence[Any]) -> dict[str, str]:
     if name not in ("miles", "slime"):
         return {}
     return {name: str(getattr(importlib.import_module(name), "__version__", "unknown"))}
+
+
+def _written(options: Options, record: StepRecord) -> None:
+    """Writes a record; where the training process tells what came of a step, when the next is made, or at exit."""
+    assert options.record is not None
+    if options.updates is None:
+        _writer(options.record).write(record)
+        return
+    before = _held.get(options.record)
+    if before is None:
+        atexit.register(_complete, options.record, options.updates.file)
+    else:
+        _complete(options.record, options.updates.file)
+    _held[options.record] = record
+
+
+_held: dict[str, StepRecord] = {}  # by the file that they go into
+
+
+def _complete(path: str, updates: str) -> None:
+    """Writes the record that is held, one line a local update that the training process wrote about."""
+    record = _held.pop(path, None)
+    if record is None:
+        return
+    lines = lines_of(updates, record.step)
+    for number, line in sorted(lines.items()):
+        _writer(path).write(
+            replace(
+                record, clip_ratio=line.get("clip_ratio"), update_norm=line["update_norm"],
+                learning_rate_multiplier=line["multiplier"], extra={**record.extra, "local_update": number},
+            )
+        )  # fmt: skip
+    if not lines:
+        _writer(path).write(record)
 
 
 @lru_cache(maxsize=4)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from fastadv.integrations import keys
+from fastadv.integrations.miles.clips import CLIPPED
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
@@ -55,7 +56,7 @@ class Updates:
         return cls(**given)
 
 
-def take(options: Updates, optimizer: Any, step: tuple[int, int], *, write: bool) -> dict[str, float]:
+def take(options: Updates, optimizer: Any, step: tuple[int, int], *, write: bool) -> dict[str, Any]:
     """Measures the step that follows, and with `match` scales its learning rate; Megatron's scheduler sets the next.
 
     Args:
@@ -65,7 +66,7 @@ def take(options: Updates, optimizer: Any, step: tuple[int, int], *, write: bool
         write: whether this rank writes the line.
 
     Returns:
-        The line: "update_norm" as it will be, "multiplier".
+        The line: "update_norm" as it will be, "multiplier", and "clip_ratio" of `custom_loss` if that ran.
 
     Raises:
         ValueError: no optimizer, one with a loss scale, a step that the reference's file has not, norms that no
@@ -79,7 +80,10 @@ def take(options: Updates, optimizer: Any, step: tuple[int, int], *, write: bool
         for inner, _ in _inner(optimizer):
             for group in inner.param_groups:
                 group["lr"] = group["lr"] * multiplier
-    line = {"rollout_id": step[0], "step_id": step[1], "update_norm": norm * multiplier, "multiplier": multiplier}
+    line: dict[str, Any] = {
+        "rollout_id": step[0], "step_id": step[1], "update_norm": norm * multiplier, "multiplier": multiplier,
+        "clip_ratio": CLIPPED.take(_device(list(_inner(optimizer)))),
+    }  # fmt: skip
     if write:
         Path(options.file).parent.mkdir(parents=True, exist_ok=True)
         with open(options.file, "a") as file:
@@ -163,16 +167,20 @@ def _device(optimizers: list[tuple[Optimizer, Any]]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
+def lines_of(path: str, rollout_id: int) -> dict[int, dict[str, Any]]:
+    """Lines of a rollout's steps in such a file, by step_id; the last of a step counts. None where there is no file."""
+    if not Path(path).exists():
+        return {}
+    lines = [json.loads(text) for text in Path(path).read_text().splitlines() if text.endswith("}")]  # whole ones
+    return {line["step_id"]: line for line in lines if line["rollout_id"] == rollout_id}
+
+
 def _reference(path: str, step: tuple[int, int]) -> float:
-    """The norm of a step in another run's file; the last line of a step counts."""
-    found = None
-    for text in Path(path).read_text().splitlines():
-        line = json.loads(text)
-        if (line["rollout_id"], line["step_id"]) == step:
-            found = float(line["update_norm"])
-    if found is None:
+    """The norm of a step in another run's file."""
+    line = lines_of(path, step[0]).get(step[1])
+    if line is None:
         raise ValueError(f"fastadv.updates.match: {path} has no step {step[0]}.{step[1]}; the reference run is shorter")
-    return found
+    return float(line["update_norm"])
 
 
 def _multiplier(norm: float, reference: float, path: str, step: tuple[int, int]) -> float:
