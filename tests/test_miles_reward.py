@@ -403,6 +403,29 @@ def test_the_sample_class_is_not_asked_for() -> None:
     assert hasattr(MilesSample(), "opd_reverse_kl")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_length": None}, "sample 1: response_length is None"),
+        ({"response_length": -1}, "sample 1: response_length is -1"),
+        ({"metadata": "text"}, "sample 1: metadata is a str; it must be a dictionary"),
+        ({"group_index": 1.5}, "sample 1: group_index is 1.5"),
+        ({"rollout_id": [1]}, r"sample 1: rollout_id is \[1\]"),
+        ({"index": True}, "sample 1: index is True"),
+        ({"status": "odd"}, "sample 1: ending: status is 'odd'"),
+        ({"status": 3}, "sample 1: ending: status is a int"),
+        ({"reward": 10**400}, "sample 1: the reward is 1000"),
+        ({"reward": [1]}, r"sample 1: the reward is \[1\], which is no number"),
+    ],
+)
+def test_fields_that_cannot_be_name_their_sample(fields: dict[str, Any], message: str) -> None:
+    samples = [make(1.0, index=0), make(0.0, index=1)]
+    for name, value in fields.items():
+        setattr(samples[1], name, value)
+    with pytest.raises(ValueError, match=message):
+        reward_post_process(arguments({"arm": "none", "filter": "truncated"}), samples)
+
+
 # ---- a dump that Miles wrote -----------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from fastadv.integrations.miles.filters import apply_filter
 from fastadv.integrations.miles.options import Options
-from fastadv.integrations.miles.samples import STALENESS, SampleBatch, SampledRollouts, read_samples
+from fastadv.integrations.miles.samples import STALENESS, SampleBatch, SampledRollouts, check_samples, read_samples
 from fastadv.integrations.miles.updates import lines_of
 from fastadv.integrations.record_metrics import census_metrics, record_metrics
 
@@ -56,6 +56,7 @@ def rollout_log(
         ValueError: `fastadv.record` with an estimator in place of an arm, which a record is of.
     """
     options = Options.of(args)
+    check_samples(samples)
     apply_filter(options, args, samples)
     record = record_of(rollout_id, args, samples, options, extra_metrics or {}, rollout_time)
     if record is None:
@@ -89,6 +90,7 @@ def eval_rollout_log(
     for name, found in data.items():
         samples = found.get("samples") if isinstance(found, Mapping) else None
         if samples and extra_metrics is not None:
+            check_samples(samples)
             extra_metrics.update(census_metrics(_whole(args, samples, options)[0], f"eval/fastadv/{name}/"))
     return False
 

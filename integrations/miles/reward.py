@@ -19,7 +19,7 @@ import torch
 from fastadv.integrations.miles.checks import check_run
 from fastadv.integrations.miles.filters import apply_filter
 from fastadv.integrations.miles.options import Options
-from fastadv.integrations.miles.samples import LOSS_WEIGHT, SampleBatch, read_samples
+from fastadv.integrations.miles.samples import LOSS_WEIGHT, SampleBatch, check_samples, read_samples
 from torch import Tensor
 
 import fastadv as fa
@@ -76,6 +76,7 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         return [], []
     options = Options.of(args)
     check_run(args, options)
+    check_samples(samples)
     apply_filter(options, args, samples)
     batch = read_samples(args, samples, options)
     found = advantages(batch, options)

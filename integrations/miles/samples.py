@@ -52,7 +52,7 @@ class SampledRollouts:
         number, members = _rollouts(args, samples)
         last = [_last(samples, rows) for rows in members]
         rewards = torch.tensor([_shared_reward(args, samples, rows) for rows in members], dtype=torch.float64)
-        endings = torch.tensor([int(ending_of(samples[row])) for row in last], dtype=torch.int64)
+        endings = torch.tensor([_ending(samples[row], row) for row in last], dtype=torch.int64)
         outcomes, capped = outcomes_of(
             endings, rewards, solved_above=options.solved_above, timeout=options.timeout_outcome
         )
@@ -105,13 +105,27 @@ class SampleBatch:
         return padded[self.rollout]
 
 
+def check_samples(samples: Sequence[Any]) -> None:
+    """Raises ValueError, naming the sample, where a field cannot be what it is: dumps may hold anything."""
+    for row, sample in enumerate(samples):
+        length, metadata = sample.response_length, sample.metadata
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise ValueError(f"sample {row}: response_length is {length!r}; it must be a number of tokens")
+        if metadata is not None and not isinstance(metadata, dict):
+            raise ValueError(f"sample {row}: metadata is a {type(metadata).__name__}; it must be a dictionary")
+        for name in ("group_index", "rollout_id", "index"):
+            value = getattr(sample, name, None)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str))):
+                raise ValueError(f"sample {row}: {name} is {value!r}; it must be an integer or a text")
+
+
 def reads_turns(options: Options) -> bool:
     """Whether advantages differ by turn."""
     return options.arm is not None and options.arm.level == "turn"
 
 
 def read_samples(args: Any, samples: Sequence[Any], options: Options, *, turns: bool | None = None) -> SampleBatch:
-    """Makes the batch.
+    """Makes the batch of samples that `check_samples` let through.
 
     Args:
         args: the trainer's namespace; `reward_key`, `n_samples_per_prompt` are read.
@@ -163,6 +177,13 @@ def read_samples(args: Any, samples: Sequence[Any], options: Options, *, turns: 
 def ending_of(sample: Any) -> int:
     """The Ending of a sample, by its status and `metadata["exit_status"]`."""
     return sample_ending(sample.status, _metadata(sample).get("exit_status"))
+
+
+def _ending(sample: Any, row: int) -> int:
+    try:
+        return int(ending_of(sample))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"sample {row}: {error}") from error
 
 
 def _metadata(sample: Any) -> dict[str, Any]:
@@ -239,8 +260,8 @@ def _reward(args: Any, sample: Any, row: int) -> float:
         return math.nan
     try:
         return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"sample {row}: the reward is {value!r}, which is no number") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"sample {row}: the reward is {value!r:.80}, which is no number") from error
 
 
 def _turns(samples: Sequence[Any], members: list[list[int]], runs: Runs) -> np.ndarray:
