@@ -112,7 +112,7 @@ def test_wrong_keys_and_values_are_explained(mapping: Any, message: str) -> None
         ({"arm": "position-buckets"}, {}, "for every token"),
         ({"estimator": "gae/miles"}, {}, "gives an advantage a token"),
         ({"estimator": "turn_reached/fastadv"}, {}, "gives an advantage a turn.*fastadv.arm: turn-reached"),
-        ({"estimator": "opo/verl"}, {}, "which tokens of each rollout count"),
+        ({"estimator": "gigpo/verl-agent"}, {}, "gives an advantage a turn"),
         ({"arm": "turn-reached"}, {}, "fastadv.turns does not say how"),
         ({"arm": "mask", "turns": "init"}, {}, "fastadv.turns is init, but"),
         ({"estimator": "grpo/miles", "turns": "flags"}, {}, "fastadv.turns is flags, but"),

@@ -12,7 +12,7 @@ from fastadv.integrations.miles import reward_post_process
 from fastadv.integrations.miles.samples import LOSS_WEIGHT, STALENESS, TAKEN
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_standins import SAMPLES, MilesSample, Status, arguments, drawn, make
+from miles_standins import SAMPLES, MilesSample, Status, arguments, by_group, drawn, make
 from torch import Tensor
 
 import fastadv as fa
@@ -72,6 +72,27 @@ def test_estimators_are_those_of_their_owners(name: str) -> None:
         name, torch.tensor([s.reward for s in samples], dtype=torch.float64), [s.group_index for s in samples]
     ).advantages
     torch.testing.assert_close(torch.tensor(advantages, dtype=torch.float64), expected.double())
+
+
+ROLLOUT_ESTIMATORS = sorted(name for name, found in fa.ESTIMATORS.items() if found.level == "rollout")
+
+
+@pytest.mark.parametrize("name", ROLLOUT_ESTIMATORS)
+def test_every_estimator_of_rollouts(name: str) -> None:
+    """Those that count tokens or turns get them from the masks."""
+    samples = [s for group in by_group(drawn(torch.Generator().manual_seed(9), 8)) if len(group) > 1 for s in group]
+    batch = whole_batch(samples)
+    _, advantages = reward_post_process(arguments({"estimator": name}), samples)
+    needs = fa.ESTIMATORS[name].needs
+    given: dict[str, Any] = {}
+    if "lengths|mask" in needs or "lengths" in needs:
+        given["lengths"] = fa.token_counts(batch.mask, batch.cu_seqlens)
+    if "turn_ids" in needs:
+        given["turn_ids"] = batch.segments
+    expected = fa.estimate(name, batch.rewards, batch.groups, **given).advantages
+    assert isinstance(expected, Tensor)
+    torch.testing.assert_close(torch.tensor(advantages, dtype=torch.float64), expected.double())
+    assert any(advantages)
 
 
 def normalised(samples: list[Any]) -> list[float]:

@@ -76,11 +76,6 @@ def _of_levels(options: Options) -> Iterator[str]:
             f"fastadv.estimator {options.estimator} gives an advantage a {found.level}, and the reward hook hands on "
             f"one number a sample{more}"
         )
-    if any("lengths" in need for need in found.needs) or "turn_ids" in found.needs:
-        yield (
-            f"fastadv.estimator {options.estimator} reads which tokens of each rollout count, and the reward hook does "
-            "not look at tokens"
-        )
 
 
 def _of_turns(args: Any, options: Options) -> Iterator[str]:

@@ -118,7 +118,13 @@ def advantages(batch: SampleBatch, options: Options) -> Advantages:
 def _estimated(batch: SampleBatch, options: Options) -> Advantages:
     assert options.estimator is not None
     rollouts = batch.batch
-    values = fa.estimate(options.estimator, rollouts.rewards, rollouts.groups, **options.options).advantages
+    needs = fa.ESTIMATORS[options.estimator].needs
+    given: dict[str, Any] = {}
+    if any("lengths" in need for need in needs):
+        given["lengths"] = batch.sampled
+    if "turn_ids" in needs:
+        given["turn_ids"] = rollouts.segments
+    values = fa.estimate(options.estimator, rollouts.rewards, rollouts.groups, **given, **options.options).advantages
     assert isinstance(values, Tensor)
     weights = torch.ones_like(rollouts.rewards) if batch.loss_weights is None else batch.loss_weights
     factor = _factor(batch, batch.loss_weights, options.divisor)

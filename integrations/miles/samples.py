@@ -13,7 +13,7 @@ from fastadv.integrations.miles.options import Options
 from fastadv.integrations.miles.runs import Runs, find_runs
 from torch import Tensor
 
-from fastadv import Arm, Batch, outcomes_of
+from fastadv import ESTIMATORS, Arm, Batch, outcomes_of
 from fastadv.arms import Known, Rescue
 from fastadv.outcomes import Outcome
 from fastadv.replay.readers.miles_turns import last_sample, turns_of_runs
@@ -79,6 +79,7 @@ class SampleBatch:
         raw_rewards: `[S]` rewards as they were given; 0.0 for none.
         batch: the rollouts with a result, in order of appearance; rewards shaped.
         lengths: `[B]` int64, response tokens of each rollout.
+        sampled: `[B]` int64, those that the model chose; None: masks were not looked at.
         known: what an arm may ask besides.
         everything: all rollouts, of which `batch` has those with a result.
         loss_weights: `[B]` float64, of the buffer; None: no buffer of ours gave these samples.
@@ -98,6 +99,7 @@ class SampleBatch:
     taken: int | None = None
     runs: Runs | None = None
     turns: np.ndarray | None = None  # [R]
+    sampled: Tensor | None = None  # [B]
 
     def at_samples(self, values: Tensor) -> Tensor:
         """A value of each rollout at its samples, `[S]` float64; 0 for samples without a result."""
@@ -120,8 +122,11 @@ def check_samples(samples: Sequence[Any]) -> None:
 
 
 def reads_turns(options: Options) -> bool:
-    """Whether advantages differ by turn."""
-    return options.arm is not None and options.arm.level == "turn"
+    """Whether masks are looked at: for advantages of turns, and for estimators that count tokens or turns."""
+    if options.arm is not None:
+        return options.arm.level == "turn"
+    needs = () if options.estimator is None else ESTIMATORS[options.estimator].needs
+    return "turn_ids" in needs or any("lengths" in need for need in needs)
 
 
 def read_samples(args: Any, samples: Sequence[Any], options: Options, *, turns: bool | None = None) -> SampleBatch:
@@ -141,20 +146,23 @@ def read_samples(args: Any, samples: Sequence[Any], options: Options, *, turns: 
     has_result, rewards = everything.has_result, everything.rewards
     kept = has_result.nonzero().squeeze(1).tolist()
     place = torch.where(has_result, has_result.cumsum(0) - 1, -1)[everything.number]  # [S]
-    runs = turn_of_run = None
+    runs = turn_of_run = sampled = None
     reached = np.ones(len(kept), np.int64)
     if reads_turns(options) if turns is None else turns:
         runs = find_runs([s.loss_mask for s in samples], [s.response_length for s in samples])
         turn_of_run = _turns(samples, everything.members, runs)
-        reached = _reached(turn_of_run, np.repeat(place.numpy(), runs.counts), len(kept))
+        rollout = np.repeat(place.numpy(), runs.counts)  # [R]
+        reached = _reached(turn_of_run, rollout, len(kept))
+        tokens = np.bincount(rollout + 1, runs.end - runs.begin, len(kept) + 1)[1:]
+        sampled = torch.from_numpy(tokens.astype(np.int64))
     members = [[samples[row] for row in everything.members[r]] for r in kept]
     lengths = torch.tensor([sum(sample.response_length for sample in own) for own in members], dtype=torch.int64)
     groups = [everything.groups[r] for r in kept]
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(reached)]))
-    tokens, capped = int(offsets[-1]), everything.capped[has_result]
+    count, capped = int(offsets[-1]), everything.capped[has_result]
     batch = Batch.of(
-        mask=torch.ones(tokens, dtype=torch.bool),
-        turn_ids=torch.arange(tokens) - torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=tokens),
+        mask=torch.ones(count, dtype=torch.bool),
+        turn_ids=torch.arange(count) - torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=count),
         cu_seqlens=offsets,
         rewards=options.reward.apply(
             rewards[has_result], lengths, capped, longest=getattr(args, "rollout_max_response_len", None),
@@ -171,6 +179,7 @@ def read_samples(args: Any, samples: Sequence[Any], options: Options, *, turns: 
     return SampleBatch(
         samples, place, given, batch, lengths, _known(options.arm, batch, members, groups, owners), everything,
         _loss_weights(owners), _taken(samples, everything), runs, turn_of_run,
+        sampled,
     )  # fmt: skip
 
 
