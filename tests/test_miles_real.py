@@ -17,7 +17,7 @@ from fastadv.integrations.miles.buffer import rescue_data_buffer
 from fastadv.integrations.miles.context_parallel import Place, local_spans, local_tokens
 from fastadv.integrations.miles.samples import LOSS_WEIGHT, TAKEN
 from fastadv.integrations.miles.turns import apply_turn_advantages
-from miles_standins import arguments, drawn, mask_of
+from miles_standins import arguments, drawn
 from test_miles_losses import PLAIN, VOCABULARY, logits_of, whole
 
 import fastadv as fa
@@ -209,7 +209,6 @@ def test_slimes_samples_have_what_the_hook_reads() -> None:
     _, advantages = miles.reward_post_process(arguments({"arm": "turn-reached", "turns": "init"}), samples)
     assert len(advantages) == len(samples)
     assert all(s.metadata["round_number"] for s in samples)
-    assert mask_of(1) == [1, 1, 1]
 
 
 def loss_flags(mapping: dict[str, Any], **flags: Any) -> Namespace:

@@ -418,12 +418,6 @@ def test_order_names_of_groups_and_a_shift_of_rewards_change_nothing(sizes: list
     assert shifted == pytest.approx(plain, abs=1e-9)
 
 
-def test_the_sample_class_is_not_asked_for() -> None:
-    """slime's samples lack fields of Miles', and a hook gets along with what both have."""
-    assert not hasattr(SAMPLES[1](), "opd_reverse_kl")
-    assert hasattr(MilesSample(), "opd_reverse_kl")
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -12,7 +12,6 @@ from fastadv.integrations.miles.runs import find_runs
 from fastadv.integrations.miles.samples import LOSS_WEIGHT, STALENESS, TAKEN, SampleBatch, read_samples
 from miles_standins import SAMPLES, SlimeSample, Status, arguments, drawn, make, mask_of
 
-import fastadv as fa
 from fastadv import Outcome
 from fastadv.replay.readers.miles_turns import turns_of_runs
 
@@ -235,4 +234,3 @@ def test_repetitions_are_looked_for_where_an_arm_asks() -> None:
     known = read(samples, {"arm": "microcoder:window=16"}).known
     assert known.repeating is not None
     assert known.repeating.tolist() == [True, False]
-    assert fa.named_arm("microcoder:window=16").condition is not None

@@ -16,7 +16,7 @@ from fastadv.integrations.miles.context_parallel import Place, local_spans, loca
 from fastadv.integrations.miles.turns import ACTOR, SEAM, apply_turn_advantages, spread_over_turns
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_standins import arguments, drawn, make, rank_data
+from miles_standins import arguments, drawn, rank_data
 from torch import Tensor
 
 TURNS = {"arm": "turn-reached", "turns": "init"}
@@ -190,14 +190,14 @@ def test_the_init_hook_says_when_it_cannot_help(trainer: Any) -> None:
 
 
 def test_slimes_hooks_without_turns() -> None:
-    samples = [make(1.0, index=0, turns=2), make(0.0, index=1)]
-    data = {"kl": [torch.zeros(8), torch.zeros(0)], "rewards": [0.5, -0.5], "round_number": [3, 4]}
+    data: dict[str, Any] = {"kl": [torch.zeros(8), torch.zeros(0)], "rewards": [0.5, -0.5], "round_number": [3, 4]}
     slime.advantage(arguments({"arm": "mask"}), data)
     assert [a.tolist() for a in data["advantages"]] == [[0.5] * 8, []]
     assert data["returns"][0] is not data["advantages"][0]
     assert "round_number" not in data
-    slime.rollout_data_postprocess(arguments({"arm": "mask"}), 3, {"advantages": []})
-    assert len(samples) == 2
+    unchanged: dict[str, Any] = {"advantages": [torch.ones(2)], "round_number": [3]}
+    slime.rollout_data_postprocess(arguments({"arm": "mask"}), 3, unchanged)
+    assert unchanged["round_number"] == [3]
 
 
 def test_the_postprocess_hook_in_both_frameworks(trainer: Any) -> None:
