@@ -11,13 +11,13 @@ from fastadv.batch import Batch
 
 
 def without_prompt(batch: Batch) -> int | None:
-    """The first row of the token ids of a batch whose response nothing precedes, so that nothing predicts its first
-    token; None if there is none."""
+    """The first rollout of a batch with token ids of which a response has nothing before it, so that nothing predicts
+    its first token; None if there is none."""
     ids = batch.token_ids
     assert ids is not None
     responses = batch.lengths if ids.responses is None else ids.responses
     bare = (ids.cu_seqlens.diff() == responses) & (responses > 0)
-    return int(bare.nonzero()[0]) if bool(bare.any()) else None
+    return ids.rollout_of(int(bare.nonzero()[0])) if bool(bare.any()) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -129,6 +129,10 @@ class TokenIds:
             return torch.arange(count + 1, device=device)
         return torch.searchsorted(self.rollouts, torch.arange(count + 1, device=device))
 
+    def rollout_of(self, row: int) -> int:
+        """The rollout that a row is of, as errors name it."""
+        return row if self.rollouts is None else int(self.rollouts[row])
+
     def take(self, rollouts: Tensor, count: int) -> TokenIds:
         """Those of some of `count` rollouts, `[n]` int64, in this order."""
         offsets = self.rows_of(count)

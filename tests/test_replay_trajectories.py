@@ -12,6 +12,7 @@ from miles_standins import Status, arguments, make, mask_of
 
 import fastadv as fa
 from fastadv import Ending, Outcome
+from fastadv.gradproj.streams import layout, sequences
 from fastadv.replay.errors import ReplayError
 from fastadv.replay.readers.miles import read
 from fastadv.replay.readers.rollouts import ReadOptions, Rollouts
@@ -168,6 +169,12 @@ def test_trees_that_do_not_fit_are_refused(tmp_path: Path, broken: Any, message:
         reread(tmp_path, samples)
 
 
+def one_a_turn() -> list[Any]:
+    """Rollouts of four and of two turns, a sample each."""
+    owners = (70, 71, 70, 70, 71, 70)
+    return [make(float(owner - 70), index=i, rollout_id=owner, prompt=2 + i) for i, owner in enumerate(owners)]
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -194,14 +201,19 @@ def by_autograd(model: Any, samples: list[Any], numbers: list[list[int]], segmen
 
 
 @pytest.mark.parametrize("level", ["rollout", "turn"])
-@pytest.mark.parametrize("kind", ["siblings", "leaves"])
-def test_gradients_of_a_rollout_are_sums_over_its_samples(tmp_path: Path, kind: str, level: str) -> None:
-    samples = siblings() if kind == "siblings" else tree()
+@pytest.mark.parametrize(
+    ("samples", "order"),
+    [(siblings(), (0, 2, 1, 3, 4)), (tree(), (0, 1, 2)), (one_a_turn(), (0, 2, 3, 5, 1, 4))],
+    ids=["siblings", "leaves", "turns"],
+)
+def test_gradients_of_a_rollout_are_sums_over_its_samples(
+    tmp_path: Path, samples: list[Any], order: tuple[int, ...], level: str
+) -> None:
     batch = reread(tmp_path, samples).batch
     assert batch is not None
     assert batch.token_ids is not None
     assert batch.token_ids.rollouts is not None
-    ordered = [samples[i] for i in ((0, 2, 1, 3, 4) if kind == "siblings" else (0, 1, 2))]
+    ordered = [samples[i] for i in order]
     model = policy(tmp_path / "policy")
     offsets, rollouts = batch.segments.offsets.tolist(), batch.token_ids.rollouts.tolist()
     numbers, at = [], 0
@@ -221,6 +233,49 @@ def test_gradients_of_a_rollout_are_sums_over_its_samples(tmp_path: Path, kind: 
         dots = fa.gradproj.token_dots(model, batch, dict(model.named_parameters()), max_tokens=20)
         own = torch.cat([p.flatten() for p in model.parameters()])
         torch.testing.assert_close(fa.gradproj.segment_dots(dots, batch), exact @ own, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("level", "segments", "streams"), [("turn", 6, 1), ("rollout", 6, 1)])
+def test_samples_of_one_turn_cost_no_more_than_turns(tmp_path: Path, level: str, segments: int, streams: int) -> None:
+    """Numbered by the turns of their rollouts, these samples would be 13 segments in 4 streams."""
+    batch = reread(tmp_path, one_a_turn()).batch
+    assert batch is not None
+    divided = sequences(batch)
+    assert divided.turns is not None
+    assert divided.turns.tolist() == [0, 1, 2, 3, 0, 1]
+    made = layout([divided.batch], level, 10**6, None, torch.device("cpu"))
+    assert made.segments == segments
+    assert [len(one.streams) for one in made.micro_batches] == [streams]
+    plan = fa.gradproj.plan(policy(tmp_path / "policy"), batch=batch, level=level)
+    assert (plan.rollouts, plan.turns, plan.streams, plan.segments) == (2, 1, streams, segments)
+    live = [run.rows for one in made.micro_batches for stream in one.streams for run in stream.runs]
+    assert plan.backward == pytest.approx(sum(live) / plan.tokens)
+
+
+def test_a_batch_of_one_row_a_rollout_is_not_divided(tmp_path: Path) -> None:
+    batch = reread(tmp_path, [make(1.0, index=i, turns=2) for i in range(3)]).batch
+    assert batch is not None
+    assert sequences(batch) == (batch, None)
+
+
+def test_what_cannot_be_scored_names_its_rollout(tmp_path: Path) -> None:
+    from fastadv.replay.policy import Policy
+
+    samples = siblings()
+    del samples[3].tokens[:2]  # the fourth sequence, of the third rollout
+    batch, model = reread(tmp_path, samples).batch, policy(tmp_path / "policy")
+    assert batch is not None
+    with pytest.raises(ReplayError, match=r"^rollout 2 has no prompt"):
+        Policy(model, 64, 64).check(batch)
+    for function in (fa.gradproj.segment_gram, lambda *given: fa.gradproj.token_dots(*given, {})):
+        with pytest.raises(ValueError, match="rollout 2 has no prompt"):
+            function(model, batch)
+    samples = siblings()
+    samples[3].tokens[:0] = [1] * 70
+    batch = reread(tmp_path, samples).batch
+    assert batch is not None
+    with pytest.raises(ValueError, match="rollout 2 has 75 tokens, the model's context ends at 64"):
+        fa.gradproj.segment_gram(model, batch)
 
 
 def test_a_replay_takes_gradients_of_such_dumps_either_way(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fastadv.gradproj.families import (
 from fastadv.gradproj.gram import SegmentGram, batches_of
 from fastadv.gradproj.head import Head
 from fastadv.gradproj.interceptors import Interceptor, Tape, described, interceptor
-from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, Packed, layout, segments_of
+from fastadv.gradproj.streams import LEVELS, Layout, MicroBatch, Packed, layout, segments_of, sequences
 from fastadv.ops.segment_weight_gram import GramSum, checked_scratch
 from fastadv.responses import without_prompt
 
@@ -100,7 +100,6 @@ def segment_gram(
         raise TypeError(f"{OP}: progress is a {type(progress).__name__}; pass a function of (done, total)")
     temperature = float(temperature)
     whole = [one.packed() for one in batches_of(OP, batch)]
-    batches = [one.by_sequence() for one in whole]  # what a rollout's rows add up to is added up at the end
     parts = parts_of(model)
     device = parts.tokens.weight.device
     scratch_bytes = checked_scratch(OP, scratch_bytes, device)
@@ -109,10 +108,12 @@ def segment_gram(
     check_sharing(parts)
     check_hooks(parts)
     attends = flash.choose(attention, model).name
-    for one in batches:
+    for one in whole:
         if one.mask.device.type == "meta":
             raise ValueError(f"{OP}: the batch is on the meta device and has no values; pass the rollouts themselves")
         _check_batch(one, parts)
+    divided = [sequences(one) for one in whole]  # what a rollout's sequences add up to is added up at the end
+    batches = [one.batch for one in divided]
     if token_weights is not None:
         tokens = sum(one.mask.shape[0] for one in batches)
         validation.tensor(OP, "token_weights", token_weights, shape=(tokens,), dtypes=validation.FLOATS)
@@ -123,7 +124,7 @@ def segment_gram(
     with fixed_policy(model, tape, attends):
         run = _Run(parts, plan, tape, temperature, scratch_bytes, strict, attends)
         gram = run.gram(progress or (lambda done, total: None))
-        rows, turns, place = segments_of(whole, batches, level)
+        rows, turns, place = segments_of(whole, divided, level)
         return SegmentGram(
             gram=_folded(gram.cpu(), place, len(rows)),
             rows=rows,
@@ -159,12 +160,12 @@ def _check_batch(batch: Batch, parts: Parts) -> None:
     context = getattr(parts.model.config, "max_position_embeddings", None)
     if isinstance(context, int) and lengths.numel() and int(lengths.max()) > context:
         raise ValueError(
-            f"{OP}: rollout {int(lengths.argmax())} has {int(lengths.max())} tokens, the model's context ends at "
-            f"{context}"
+            f"{OP}: rollout {ids.rollout_of(int(lengths.argmax()))} has {int(lengths.max())} tokens, the model's "
+            f"context ends at {context}"
         )
-    row = without_prompt(batch)
-    if row is not None:
-        raise ValueError(f"{OP}: rollout {row} has no prompt: nothing predicts its first response token")
+    rollout = without_prompt(batch)
+    if rollout is not None:
+        raise ValueError(f"{OP}: rollout {rollout} has no prompt: nothing predicts its first response token")
 
 
 @dataclass

@@ -16,7 +16,7 @@ from fastadv.gradproj import flash
 from fastadv.gradproj.families import FAMILIES
 from fastadv.gradproj.gram import batches_of
 from fastadv.gradproj.head import slice_width
-from fastadv.gradproj.streams import LEVELS
+from fastadv.gradproj.streams import LEVELS, sequences
 from fastadv.ops.segment_weight_gram import TRIANGLE_BLOCKS
 
 OP = "plan"
@@ -254,6 +254,7 @@ def plan(
     Args:
         model: a causal language model of a supported family, its configuration, or a mapping like its config.json.
         batch: a Batch, or several, whose tokens, rollouts and turns are counted; without token ids, no prompts are.
+            Of a rollout that is several sequences, each is counted by itself, as it goes through the model.
         tokens: of all rollouts, prompts included. This and the next two without a batch only.
         rollouts: their number.
         turns: turns of a rollout; None: 1.
@@ -282,10 +283,11 @@ def plan(
         if not (tokens is None and rollouts is None and turns is None):
             raise ValueError(f"{OP}: tokens, rollouts and turns are counted in the batch; leave them out")
         batches = batches_of(OP, batch)
-        counted = [_live_rows(one.by_sequence(), level) for one in batches]
+        divided = [sequences(one.packed()).batch for one in batches]
+        counted = [_live_rows(one, level) for one in divided]
         lengths, live = (torch.cat([torch.zeros(0, dtype=torch.float64), *part]) for part in zip(*counted, strict=True))
-        tokens, rollouts = int(lengths.sum()), len(lengths)
-        turns = max([1, *(int(one.segments.turns().max()) for one in batches if one.num_rollouts)])
+        tokens, rollouts = int(lengths.sum()), sum(one.num_rollouts for one in batches)
+        turns = max([1, *(int(one.segments.turns().max()) for one in divided if one.num_rollouts)])
         sampled = sum(int((one.mask & (one.turn_ids >= 0)).sum()) for one in batches)
         loss_tokens = sampled if loss_tokens is None else loss_tokens
     loss_tokens = tokens if loss_tokens is None else loss_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,25 +124,52 @@ def layout(
     return Layout(found, torch.cat([nothing, *rows]), torch.cat([nothing, *turns]))
 
 
+class Sequences(NamedTuple):
+    """A batch in which each row of the token ids is a rollout of its own."""
+
+    batch: Batch
+    turns: Tensor | None  # [S'] turn of each (sequence, turn) in its rollout, on the CPU; None: the batch as it was
+
+
+def sequences(batch: Batch) -> Sequences:
+    """`Batch.by_sequence` of a packed batch, where only turns that lie in a sequence are segments of it.
+
+    By their turns of the rollout, a rollout of n samples of one turn each would be n (n + 1) / 2 segments, all but n of
+    them without a token, and each sample a stream of its own.
+    """
+    parts = batch.by_sequence()
+    if parts is batch:
+        return Sequences(batch, None)
+    row, turn = parts.rows.row_of_token(), parts.turn_ids.to(torch.int64)
+    inside = turn >= 0
+    most = max(0, int(turn.max())) + 1 if turn.numel() else 1
+    found, number = torch.unique((row * most + turn)[inside], return_inverse=True)  # [S'], by sequence and turn
+    first = torch.searchsorted(found, torch.arange(parts.num_rollouts, device=found.device) * most)
+    own = torch.full_like(parts.turn_ids, -1)
+    own[inside] = (number - first[row[inside]]).to(own.dtype)
+    return Sequences(replace(parts, turn_ids=own), (found % most).cpu())
+
+
 def segments_of(
-    batches: Sequence[Batch], by_sequence: Sequence[Batch], level: str
+    batches: Sequence[Batch], divided: Sequence[Sequences], level: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rollout and turn of each segment of batches, and to which of them each segment of `Batch.by_sequence` of the same
-    batches belongs; None: they are the same."""
+    """Rollout and turn of each segment of batches, and to which of them each segment of `sequences` of the same batches
+    belongs; None: they are the same."""
     rows, turns, place = [], [], []
     rollouts = segments = 0
-    for whole, parts in zip(batches, by_sequence, strict=True):
+    for whole, parts in zip(batches, divided, strict=True):
         row, turn = _numbered(whole, level)
-        part, own = _numbered(parts, level)
-        given = whole.token_ids
-        of = part if given is None or given.rollouts is None else given.rollouts.cpu()[part]  # rollout of each part
-        offsets = whole.segments.offsets.cpu()
-        place.append(segments + (offsets[of] + own if level == "turn" else of))
+        of, own = _numbered(parts.batch, level)
+        if parts.turns is not None:
+            assert whole.token_ids is not None
+            assert whole.token_ids.rollouts is not None
+            of, own = whole.token_ids.rollouts.cpu()[of], parts.turns  # rollout and turn of each part
+        place.append(segments + (whole.segments.offsets.cpu()[of] + own if level == "turn" else of))
         rows.append(rollouts + row)
         turns.append(turn)
         rollouts, segments = rollouts + whole.num_rollouts, segments + len(row)
     nothing = torch.zeros(0, dtype=torch.int64)
-    same = all(whole is parts for whole, parts in zip(batches, by_sequence, strict=True))
+    same = all(parts.turns is None for parts in divided)
     return torch.cat([nothing, *rows]), torch.cat([nothing, *turns]), None if same else torch.cat([nothing, *place])
 
 

@@ -102,9 +102,9 @@ def token_dots(
     batch = batch.packed()
     if batch.token_ids is None:
         raise ValueError(f"{op}: the batch carries no token ids; pass them to Batch.of")
-    row = without_prompt(batch)
-    if row is not None:
-        raise ValueError(f"{op}: rollout {row} has no prompt: nothing predicts its first response token")
+    rollout = without_prompt(batch)
+    if rollout is not None:
+        raise ValueError(f"{op}: rollout {rollout} has no prompt: nothing predicts its first response token")
     dropping = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.training and m.p > 0]
     if dropping:
         raise ValueError(f"{op}: dropout is on in {_some(dropping)}; call model.eval()")

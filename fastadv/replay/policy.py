@@ -115,9 +115,9 @@ class Policy:
         lengths = ids.cu_seqlens.diff()
         if self.context is not None and lengths.numel() and int(lengths.max()) > self.context:
             raise ReplayError(f"a rollout has {int(lengths.max())} tokens, the policy's context ends at {self.context}")
-        row = without_prompt(batch)
-        if row is not None:
-            raise ReplayError(f"rollout {row} has no prompt: nothing predicts its first response token")
+        rollout = without_prompt(batch)
+        if rollout is not None:
+            raise ReplayError(f"rollout {rollout} has no prompt: nothing predicts its first response token")
 
     def log_probs(self, batch: Batch, first: int, last: int) -> Tensor:
         """Log-probs of the response tokens of rollouts `first .. last - 1`, packed `[n]` float32 (float64 if the model
