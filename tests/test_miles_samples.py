@@ -234,3 +234,12 @@ def test_repetitions_are_looked_for_where_an_arm_asks() -> None:
     known = read(samples, {"arm": "microcoder:window=16"}).known
     assert known.repeating is not None
     assert known.repeating.tolist() == [True, False]
+    leaves = [{"leaf": {"node_id": path[-1], "path_node_ids": path}} for path in ([0, 1], [0, 2])]
+    for number, metadata in enumerate(leaves):  # a tree ends as the leaf of the latest call does, wherever that lies
+        samples[number].rollout_id, samples[number].metadata = 5, metadata
+    for expected in (False, True):
+        for given in (samples, samples[::-1]):
+            known = read(given, {"arm": "microcoder:window=16"}).known
+            assert known.repeating is not None
+            assert known.repeating.tolist() == [expected]
+        samples[0].tokens, samples[1].tokens = samples[1].tokens, samples[0].tokens

@@ -81,6 +81,11 @@ def test_samples_that_share_their_lists(tmp_path: Path) -> None:
     path = write_dump(tmp_path / "dump.pt", [sample(RNG, 0, 0)] * 5000)
     with pytest.raises(ReplayError, match=r"up to sample \d+ there are [\d,]+ tokens in [\d,]+ bytes: samples share"):
         read(path, ReadOptions())
+    path_of_calls = list(range(10**6))
+    leaves = [{"leaf": {"node_id": i, "path_node_ids": path_of_calls}} for i in range(1000)]
+    entries = [{**sample(RNG, 0, i), "rollout_id": 5, "reward": 0.0, "metadata": leaves[i]} for i in range(1000)]
+    with pytest.raises(ReplayError, match=r"up to sample \d+ there are [\d,]+ tokens .*: samples share their lists"):
+        read(write_dump(tmp_path / "leaves.pt", entries), ReadOptions())
     wide = torch.zeros(1, dtype=torch.uint8).expand(10**11)
     with pytest.raises(ReplayError, match="'tokens' is a tensor that repeats its entries in place"):
         one(tmp_path, tokens=wide)

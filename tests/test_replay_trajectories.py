@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def leaf(path: list[int]) -> dict[str, Any]:
     return {"leaf": {"node_id": path[-1], "path_node_ids": path}}
 
 
+def offline(name: str, batch: fa.Batch) -> tuple[list[float], list[float]]:
+    """Weighted advantages of an arm: of all segments, and of each rollout's first turn."""
+    arm = fa.named_arm(name)
+    result = arm.apply(batch, arm.freeze(batch))
+    index = result.advantages.segments
+    table = result.advantages.values * result.weights[index.row_of_segment()]
+    return table.tolist(), table[index.offsets[:-1]].tolist()
+
+
 def siblings() -> list[Any]:
     return [
         make(1.0, index=0, rollout_id=70, turns=2),
@@ -56,7 +66,6 @@ def test_siblings_are_one_rollout(tmp_path: Path, slime: bool) -> None:
     # The second sample begins with a sampled token, right after the last of the first: two turns all the same.
     assert batch.turn_ids[7].item() == 1
     assert batch.turn_ids[8].item() == 2
-    assert batch.row_ids.tolist() == [70, 1, 3, 4]
     assert batch.groups.sizes().tolist() == [2, 2]
     ids = batch.token_ids
     assert ids is not None
@@ -66,6 +75,64 @@ def test_siblings_are_one_rollout(tmp_path: Path, slime: bool) -> None:
     assert ids.responses.tolist() == [len(mask_of(2)), len(mask_of(3)), 3, 3, 3]
     assert ids.cu_seqlens.diff().tolist() == [2 + n for n in ids.responses.tolist()]
     assert "1 rollout of 2 samples: each votes once" in found.notes
+
+
+def test_coins_are_tossed_by_what_the_hook_tosses_them_by(tmp_path: Path) -> None:
+    samples = siblings()
+    samples[4].rollout_id = 72
+    batch = reread(tmp_path, samples).batch
+    assert batch is not None
+    assert batch.row_ids.tolist() == [70, 71, 3, 72]  # a rollout_id, or the index of a sample without
+    for seed in range(8):  # of which either number of a rollout is masked by some and not by others
+        name = f"random-mask:rho=0.5,seed={seed}"
+        _, advantages = miles.reward_post_process(arguments({"arm": name}), samples)
+        assert advantages == pytest.approx([offline(name, batch)[1][i] for i in (0, 1, 0, 2, 3)])
+    repeated = reread(tmp_path, siblings())  # in two groups
+    assert repeated.batch is not None
+    assert repeated.batch.row_ids.tolist() == [0, 1, 2, 3]
+    assert "sample indices repeat: coins are tossed by position instead" in repeated.notes
+
+
+def test_samples_without_a_rollout_id_are_rollouts_of_their_own(tmp_path: Path) -> None:
+    found = reread(tmp_path, [make(1.0, index=3), make(0.0, index=3), make(0.0, index=4)])
+    assert found.rewards.tolist() == [1, 0, 0]
+
+
+def test_samples_without_a_group_are_joined_where_they_lie_together(tmp_path: Path) -> None:
+    """An evaluation of two data sets: no groups, and numbers that begin anew."""
+    given = {"group": None, "index": 3}
+    samples = [
+        make(1.0, rollout_id=3, turns=2, **given),
+        make(1.0, rollout_id=3, **given),
+        make(0.0, rollout_id=4, **given),
+        make(0.0, rollout_id=3, **given),
+        make(0.5, rollout_id=3, **given),
+        make(0.0, **given),
+        make(1.0, **given),
+    ]
+    samples[4].metadata = {"instance_id": "another task"}
+    found = reread(tmp_path, samples)
+    assert found.rewards.tolist() == [1, 0, 0, 0.5, 0, 1]
+    assert found.groups.sizes().tolist() == [1] * 6
+    assert found.labels[3].startswith("another task")
+    assert "7 samples without group_index: the rollout of each is a group of its own" in found.notes
+
+
+def test_notes_count_rollouts_where_samples_are_joined(tmp_path: Path) -> None:
+    samples = siblings()
+    samples[0].reward, samples[0].metadata = None, {"exit_status": "AgentError"}  # the last one has a result
+    assert not any("INFRA" in note for note in reread(tmp_path, samples).notes)
+    samples[2].reward = None
+    samples[3].metadata = {"exit_status": "AgentError"}
+    notes = reread(tmp_path, samples).notes
+    assert "1 finished rollout without a reward (None or NaN): counted as INFRA" in notes
+    assert any(note.startswith("1 finished rollout whose exit_status says that the agent") for note in notes)
+    samples[0].rollout_log_probs = [-1.0] * samples[0].response_length
+    samples[1].rollout_log_probs = [-1.0] * samples[1].response_length
+    samples[1].remove_sample = samples[2].remove_sample = True
+    notes = reread(tmp_path, samples).notes
+    assert "3 rollouts without rollout_log_probs: those of the others are not used" in notes
+    assert any(note.startswith("2 samples marked by a sample filter") for note in notes)
 
 
 def test_one_sample_a_rollout_is_read_as_before(tmp_path: Path) -> None:
@@ -94,7 +161,7 @@ def test_calls_of_leaves_are_turns_at_their_depth(tmp_path: Path, backwards: boo
     assert batch is not None
     assert batch.segments.offsets.diff().tolist() == [3, 2]
     turns = batch.turn_ids[: batch.lengths[0]].split(13)
-    early, late = turns[::-1] if backwards else turns
+    early, late = turns  # in the order of their last calls
     assert early[early >= 0].tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert late[late >= 0].tolist() == [1] * 3 + [2] * 3
     assert batch.outcomes.tolist() == [Outcome.BUDGET, Outcome.SOLVED]  # as the leaf of the latest call ended
@@ -109,17 +176,12 @@ def test_a_replay_gives_the_advantages_that_the_hook_gave(tmp_path: Path, sample
     assert batch is not None
     mapping = {"arm": name} | ({"turns": "init"} if name == "turn-reached" else {})
     _, advantages = miles.reward_post_process(arguments(mapping), samples)
-    arm = fa.named_arm(name)
-    result = arm.apply(batch, arm.freeze(batch))
-    table = result.advantages.values * result.weights[result.advantages.segments.row_of_segment()]
-    offline = table[result.advantages.segments.offsets[:-1]].tolist()
-    if samples[0].rollout_id == 70:
-        assert advantages == pytest.approx([offline[i] for i in (0, 1, 0, 2, 3)])
-    else:
-        assert advantages == pytest.approx([offline[i] for i in (0, 0, 1)])
+    table, first = offline(name, batch)
+    rollouts = (0, 1, 0, 2, 3) if samples[0].rollout_id == 70 else (0, 0, 1)
+    assert advantages == pytest.approx([first[i] for i in rollouts])
     if name == "turn-reached":
         sent = [x for s in samples for x in s.metadata["round_number"]["fastadv_turn_advantages"]]
-        assert {round(x, 6) for x in sent} == {round(x, 6) for x in table.tolist()}
+        assert {round(x, 6) for x in sent} == {round(x, 6) for x in table}
         assert len(sent) >= len(table)  # calls of one depth in two leaves share an advantage
 
 
@@ -134,6 +196,63 @@ def test_weight_versions_of_siblings_follow_each_other(tmp_path: Path) -> None:
     assert own[batch.mask[: batch.lengths[0]]].tolist() == [3] * 3 + [4] * 3 + [5] * 6 + [6] * 3
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_weight_versions_of_a_leaf_are_of_all_calls_of_its_path(tmp_path: Path, backwards: bool) -> None:
+    """Of the late leaf's three, the first is of the call that the early leaf owns."""
+    samples = tree()
+    for sample, versions in zip(samples, (["1", "2", "3"], ["1", "5", "6"], ["6", "7"]), strict=True):
+        sample.weight_versions = versions
+    if backwards:
+        samples[:2] = samples[1::-1]
+    batch = reread(tmp_path, samples).batch
+    assert batch is not None
+    assert batch.versions is not None
+    assert batch.versions[batch.mask].tolist() == [v for v in (1, 2, 3, 5, 6, 6, 7) for _ in range(3)]
+    late = samples[0] if backwards else samples[1]
+    late.weight_versions = ["5", "6"]  # nobody can tell of which calls
+    found = reread(tmp_path, samples)
+    assert found.batch is not None
+    assert found.batch.versions is None
+    assert any(note.startswith("1 rollout whose weight_versions do not say") for note in found.notes)
+    late.weight_versions = ["5"] * 7  # whichever they are
+    batch = reread(tmp_path, samples).batch
+    assert batch is not None
+    assert batch.versions is not None
+    assert batch.versions[batch.mask].tolist() == [v for v in (1, 2, 3, 5, 5, 6, 7) for _ in range(3)]
+
+
+def test_a_leaf_that_was_cut_has_the_first_of_its_calls(tmp_path: Path) -> None:
+    """Its last call did not fit, and went with its version: the sample ends completed, and its agent says why."""
+    samples = tree()
+    cut = make(0.0, index=1, rollout_id=5, turns=2, metadata=leaf([0, 3, 4]) | {"exit_status": "TimeLimitExceeded"})
+    cut.loss_mask[:3] = [0, 0, 0]
+    samples[1] = cut
+    for sample, versions in zip(samples, (["1", "2", "3"], ["1", "5"], ["6", "7"]), strict=True):
+        sample.weight_versions = versions
+    batch = reread(tmp_path, samples).batch
+    assert batch is not None
+    assert batch.versions is not None
+    assert batch.outcomes.tolist() == [Outcome.BUDGET, Outcome.SOLVED]
+    own = slice(13, 21)
+    assert batch.turn_ids[own].tolist() == [-1] * 5 + [1] * 3
+    assert batch.versions[own].tolist() == [-1] * 5 + [5] * 3
+
+
+def test_a_leaf_has_no_more_turns_than_tokens(tmp_path: Path) -> None:
+    samples = tree()
+    samples[0].metadata = leaf([*range(100, 200), 2])
+    samples[1].metadata = leaf([*range(100, 200), 4])
+    samples[1].loss_mask = [0] * 12 + [1]
+    with pytest.raises(ReplayError, match=r"sample 1: .*its last call at turn 100, but the response has 13 tokens"):
+        reread(tmp_path, samples)
+
+
+@pytest.mark.parametrize("field", ["group_index", "rollout_id"])
+def test_a_bool_is_no_number_of_a_rollout(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ReplayError, match=f"sample 0: '{field}' is a bool; it must be an integer or a text"):
+        reread(tmp_path, [replace(make(1.0), **{field: True})])
+
+
 def test_rewards_of_siblings(tmp_path: Path) -> None:
     samples = siblings()
     samples[0].reward = None  # the last one has it
@@ -141,7 +260,7 @@ def test_rewards_of_siblings(tmp_path: Path) -> None:
     assert batch is not None
     assert batch.rewards.tolist() == [1, 0, 0, 1]
     samples[0].reward = 0.25
-    with pytest.raises(ReplayError, match=r"several rewards \(sample 0: 0.25, sample 2: 1\)"):
+    with pytest.raises(ReplayError, match=r"\(rollout_id 70\) have several rewards \(sample 0: 0.25, sample 2: 1\)"):
         reread(tmp_path, samples)
     samples[0].reward = samples[2].reward = None
     batch = reread(tmp_path, samples).batch
@@ -153,10 +272,17 @@ def test_rewards_of_siblings(tmp_path: Path) -> None:
     ("broken", "message"),
     [
         ({"node_id": 4, "path_node_ids": [0]}, "leaf 4 has 2 turns in its loss_mask, but 0 calls of its own"),
-        ({"node_id": 4}, "metadata.'leaf'. is broken: KeyError"),
-        ({"node_id": 4, "path_node_ids": 3}, "is broken: TypeError"),
-        ({"node_id": 4, "path_node_ids": [[0]]}, "is broken: TypeError"),
-        ({"node_id": "4", "path_node_ids": [0]}, "must be an integer"),
+        ({"node_id": 4}, "metadata.'leaf'. has no 'path_node_ids'"),
+        ({"path_node_ids": [0]}, "metadata.'leaf'. has no 'node_id'"),
+        ({"node_id": 4, "path_node_ids": 3}, "'path_node_ids'. is a int; it must be a list"),
+        ({"node_id": 4, "path_node_ids": "034"}, "'path_node_ids'. is a str; it must be a list"),
+        ({"node_id": 4, "path_node_ids": torch.tensor([0, 3, 4])}, "'path_node_ids'. is a Tensor; it must be a list"),
+        ({"node_id": 4, "path_node_ids": [[0]]}, "'path_node_ids'. holds a list; it must hold integers"),
+        ({"node_id": 4, "path_node_ids": [0, float("nan"), 4]}, "holds a float; it must hold integers"),
+        ({"node_id": 4, "path_node_ids": [False, 3, 4]}, "holds a bool; it must hold integers"),
+        ({"node_id": 4, "path_node_ids": [0, 3, 3, 4]}, "of leaf 4 holds a call twice"),
+        ({"node_id": "4", "path_node_ids": [0]}, "'node_id'. is a str; it must be an integer"),
+        ({"node_id": True, "path_node_ids": [0]}, "'node_id'. is a bool; it must be an integer"),
         ([4], "is a list; it must be a dictionary"),
         ("4", "is a str; it must be a dictionary"),
         (None, "some are not"),
@@ -361,3 +487,12 @@ def test_repetitions_are_looked_for_in_the_last_sequence(tmp_path: Path) -> None
     assert batch is not None
     assert fa.arms.rules.repeating("test", batch, 2).tolist() == [True, False, False, False]
     assert fa.arms.rules.repeating("test", batch, 8).tolist() == [False] * 4
+    for backwards in (False, True):  # a tree ends as the leaf of the latest call does, wherever that lies
+        samples = tree()
+        samples[1].tokens[-4:] = [7, 8] * 2
+        if backwards:
+            samples[:2] = samples[1::-1]
+        batch = reread(tmp_path, samples).batch
+        assert batch is not None
+        assert fa.arms.rules.repeating("test", batch, 2).tolist() == [True, False]
+        assert fa.gradproj.outline.outline([batch]).repeats.of(2).tolist() == [True, False]

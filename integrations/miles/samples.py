@@ -333,7 +333,8 @@ def _known(
     repeats = 0 if condition is None else condition.not_repeating
     repeating = None
     if repeats:
-        repeating = torch.tensor([_repeats(samples[-1], repeats) for samples in members], dtype=torch.bool)
+        ended = [samples[_last(samples, list(range(len(samples))))] for samples in members]
+        repeating = torch.tensor([_repeats(sample, repeats) for sample in ended], dtype=torch.bool)
     return Known(stale=stale, group_ids=groups, repeating=repeating)
 
 

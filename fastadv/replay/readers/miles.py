@@ -23,6 +23,7 @@ from fastadv.groups import group_index
 from fastadv.outcomes import NO_RESULT, Outcome, outcomes_of
 from fastadv.replay.errors import ReplayError, counted
 from fastadv.replay.readers.miles_rollouts import Columns, joined
+from fastadv.replay.readers.miles_turns import versions_of
 from fastadv.replay.readers.rollouts import (
     ReadOptions,
     Rollouts,
@@ -109,7 +110,7 @@ class _Sample:
             value = value.item()
         if isinstance(value, bool) and kinds is int:
             value = int(value)
-        if not isinstance(value, kinds):
+        if not isinstance(value, kinds) or isinstance(value, bool):
             wanted = kinds if isinstance(kinds, tuple) else (kinds,)
             expected = " or ".join(EXPECTED[kind] for kind in wanted if kind in EXPECTED)
             raise ReplayError(f"{self.where}: {name!r} is a {type(value).__name__}; it must be {expected}")
@@ -184,38 +185,14 @@ class _Sample:
         return reward_of(f"{self.where}: the reward", value)
 
 
-def _versions_of(versions: object, mask: np.ndarray) -> np.ndarray | None:
-    """The version of the weights that sampled each token; None where it is not known.
-
-    `weight_versions` has an entry a call of the engine. Calls and turns are the same where they are equally many, and
-    it does not matter which is which where all versions are the same.
-    """
-    if not isinstance(versions, (list, tuple)) or not 0 < len(versions) <= mask.size:  # a call samples a token or more
-        return None
-    starts = np.diff(mask.astype(np.int8), prepend=np.int8(0)) == 1
-    turns = int(starts.sum())
-    if not all(isinstance(v, (str, int)) for v in versions):
-        return None
-    if len(versions) != turns:
-        versions = (versions[0],) * turns if len(set(versions)) == 1 else ()
-    texts = [str(v) if isinstance(v, int) and 0 <= v <= LARGEST_ID else v for v in versions]
-    if len(texts) != turns or not all(
-        isinstance(v, str) and len(v) <= 10 and v.isascii() and v.isdecimal() and int(v) <= LARGEST_ID for v in texts
-    ):
-        return None
-    by_turn = np.array([-1, *map(int, texts)], np.int32)
-    tokens: np.ndarray = np.where(mask, by_turn[np.cumsum(starts)], np.int32(-1))
-    return tokens
-
-
 class _Samples(Columns):
     """The samples as columns, and what is to be said about them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.labels: dict[int | str, str] = {}
-        self.removed = self.missing_rewards = self.without_group = self.without_mask = self.plain_rewards = 0
-        self.failed_agents = 0
+        self.removed = self.without_group = self.without_mask = self.plain_rewards = 0
+        self.ungrouped: tuple[int | str | None, str] | None = None  # rollout_id and label of the last sample, if it is
 
     def add(self, sample: _Sample, row: int, options: ReadOptions) -> None:
         """Takes one sample apart."""
@@ -238,29 +215,50 @@ class _Samples(Columns):
         reward, ended = sample.reward(options.reward_key), sample_ending(status, metadata.get("exit_status"))
         self.plain_rewards += sample.plain_reward
         finished = ending("miles", status) not in NO_RESULT
-        self.failed_agents += finished and ended in NO_RESULT
-        self.rollouts.append(sample.get("rollout_id", (int, str), optional=True))
+        self.agent_failed.append(finished and ended in NO_RESULT)
         self.leaves.append(metadata.get("leaf"))
-        self.missing_rewards += ended not in NO_RESULT and not math.isfinite(reward)
-        group = sample.get("group_index", (int, str), optional=True)
-        self.without_group += group is None
-        group = f"\0{row}" if group is None else group
+        rollout = sample.get("rollout_id", (int, str), optional=True)
+        label = label_text(sample.fields.get("prompt", ""), metadata.get("instance_id"))
+        group = self._group(sample, row, rollout, label)
         index = sample.get("index", int, optional=True)
-        self.labels.setdefault(group, label_text(sample.fields.get("prompt", ""), metadata.get("instance_id")))
+        self.rollouts.append(rollout)
+        self.labels.setdefault(group, label)
         self.lengths.append(response)
         self.total_lengths.append(tokens.shape[0])
         self.without_mask += mask is None
         sampled = np.ones(response, bool) if mask is None else mask != 0
         self.masks.append(sampled)
-        self.versions.append(_versions_of(sample.fields.get("weight_versions"), sampled))
+        self.calls.append(sample.fields.get("weight_versions"))
+        self.versions.append(versions_of(self.calls[-1], sampled))
         with np.errstate(over="ignore"):  # a log-prob beyond float32 is an infinite one
             self.log_probs.append(None if log_probs is None else log_probs.astype(np.float32))
         self.ids.append(tokens.astype(np.int32))
         self.rewards.append(reward)
         self.endings.append(ended)
         self.groups.append(group)
-        self.row_ids.append(row if index is None else index)
+        number = rollout if isinstance(rollout, int) else index  # what the hook tosses coins by
+        self.row_ids.append(row if number is None else number)
         self.removed += bool(sample.get("remove_sample", int, optional=True))
+
+    def _group(self, sample: _Sample, row: int, rollout: int | str | None, label: str) -> int | str:
+        """The sample's group; of one without, its own, or that of the sample before it if they are of one rollout.
+
+        Evaluations of several data sets are one dump without groups, in which numbers begin anew with each: a
+        `rollout_id` alone says little there.
+        """
+        group: int | str | None = sample.get("group_index", (int, str), optional=True)
+        before, self.ungrouped = self.ungrouped, (rollout, label) if group is None else None
+        if group is not None:
+            return group
+        self.without_group += 1
+        return self.groups[-1] if rollout is not None and before == self.ungrouped else f"\0{row}"
+
+    @property
+    def size(self) -> int:
+        """Numbers that the last sample holds for each token, or call of its rollout."""
+        leaf = self.leaves[-1]
+        path = leaf.get("path_node_ids") if isinstance(leaf, dict) else None
+        return self.total_lengths[-1] + (len(path) if isinstance(path, (list, tuple)) else 0)
 
 
 def _packed(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -289,8 +287,8 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     columns, tokens = _Samples(), 0
     for row, fields in enumerate(samples):
         columns.add(_Sample(f"{path}, sample {row}", fields), row, options)
-        tokens += columns.total_lengths[-1]
-        if tokens > size:  # a token takes a byte or more
+        tokens += columns.size
+        if tokens > size:  # a token takes a byte or more, and so does a call
             raise ReplayError(
                 f"{path}: up to sample {row} there are {tokens:,} tokens in {size:,} bytes: samples share their lists"
             )
@@ -299,23 +297,29 @@ def read(path: Path, options: ReadOptions) -> Rollouts:
     return _rollouts(path, columns, options)
 
 
-def _notes(c: _Samples, options: ReadOptions) -> list[str]:
+def _notes(c: _Samples, rollouts: Columns, options: ReadOptions) -> list[str]:
     notes = []
+    what = "finished sample" if rollouts is c else "finished rollout"
+    failed = sum(rollouts.agent_failed)
+    missing = sum(
+        ended not in NO_RESULT and not math.isfinite(reward)
+        for ended, reward in zip(rollouts.endings, rollouts.rewards, strict=True)
+    )
     if c.removed:
         notes.append(
             f"{counted(c.removed, 'sample')} marked by a sample filter: the marks are ignored, arms decide what is "
             "excluded"
         )
-    if c.failed_agents:
-        failed = counted(c.failed_agents, "finished sample")
-        notes.append(f"{failed} whose exit_status says that the agent, not the policy, failed: counted as INFRA")
-    if c.missing_rewards:
-        missing = counted(c.missing_rewards, "finished sample")
-        notes.append(f"{missing} without a reward (None or NaN): counted as INFRA")
+    if failed:
+        agents = "whose exit_status says that the agent, not the policy, failed"
+        notes.append(f"{counted(failed, what)} {agents}: counted as INFRA")
+    if missing:
+        notes.append(f"{counted(missing, what)} without a reward (None or NaN): counted as INFRA")
     if c.without_mask:
         notes.append(f"{counted(c.without_mask, 'sample')} without loss_mask: every response token counts as sampled")
     if c.without_group:
-        notes.append(f"{counted(c.without_group, 'sample')} without group_index: each is a group of its own")
+        own = "each is" if rollouts is c else "the rollout of each is"
+        notes.append(f"{counted(c.without_group, 'sample')} without group_index: {own} a group of its own")
     if options.reward_key is not None and c.plain_rewards:
         plain = counted(c.plain_rewards, "sample")
         notes.append(f"--reward-key does not apply to {plain}: the reward is no dictionary")
@@ -323,9 +327,10 @@ def _notes(c: _Samples, options: ReadOptions) -> list[str]:
 
 
 def _rollouts(path: Path, samples: _Samples, options: ReadOptions) -> Rollouts:
-    notes = _notes(samples, options)
     labels = [samples.labels[g] for g in dict.fromkeys(samples.groups)]
     c, parts = joined(str(path), samples)
+    notes = _notes(samples, c, options)
+    unit = "sample" if parts is None else "rollout"
     token_ids = TokenIds(_packed(c.ids, torch.int32), packed_offsets(c.total_lengths))
     if parts is not None:
         notes.append(parts.note)
@@ -340,10 +345,10 @@ def _rollouts(path: Path, samples: _Samples, options: ReadOptions) -> Rollouts:
         log_probs = _packed([lp for lp in c.log_probs if lp is not None], torch.float32)
     elif with_log_probs:
         without = len(c.log_probs) - with_log_probs
-        notes.append(f"{counted(without, 'sample')} without rollout_log_probs: those of the others are not used")
+        notes.append(f"{counted(without, unit)} without rollout_log_probs: those of the others are not used")
     versions = [v for v in c.versions if v is not None]
     if 0 < len(versions) < len(c.versions):
-        unclear = counted(len(c.versions) - len(versions), "sample")
+        unclear = counted(len(c.versions) - len(versions), unit)
         notes.append(f"{unclear} whose weight_versions do not say which turn is whose: versions are not used")
     groups = group_index(c.groups)
     rewards, endings = torch.tensor(c.rewards, dtype=torch.float64), torch.tensor(c.endings, dtype=torch.int64)

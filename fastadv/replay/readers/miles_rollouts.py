@@ -11,7 +11,8 @@ import numpy as np
 
 from fastadv.outcomes import Ending
 from fastadv.replay.errors import ReplayError, counted
-from fastadv.replay.readers.miles_turns import last_sample, turns_of_runs
+from fastadv.replay.readers.miles_turns import in_order, turns_of_runs, versions_of
+from fastadv.replay.readers.rollouts import short
 
 Label = int | str
 
@@ -30,8 +31,10 @@ class Columns:
     versions: list[np.ndarray | None] = field(default_factory=list)
     groups: list[Label] = field(default_factory=list)
     row_ids: list[int] = field(default_factory=list)
-    rollouts: list[Label | None] = field(default_factory=list)  # rollout_id
-    leaves: list[Any] = field(default_factory=list)  # metadata["leaf"]
+    agent_failed: list[bool] = field(default_factory=list)  # finished, but the exit_status says that there is no result
+    rollouts: list[Label | None] = field(default_factory=list)  # of samples: rollout_id
+    leaves: list[Any] = field(default_factory=list)  # of samples: metadata["leaf"]
+    calls: list[object] = field(default_factory=list)  # of samples: weight_versions
 
 
 class Parts(NamedTuple):
@@ -46,8 +49,10 @@ class Parts(NamedTuple):
 def joined(where: str, c: Columns) -> tuple[Columns, Parts | None]:
     """One row a rollout: the samples of a group that share a `rollout_id`, in order, as one response.
 
-    A rollout has one reward, ends as its last sample did, and its turns count on through its samples. The calls that
-    leaves share are masked in all but one, and lie at their depth of the tree.
+    Samples without a `rollout_id` are rollouts of their own, whatever their `index`: the trainers want one on each of
+    several. A rollout has one reward, ends as its last sample did, and its turns count on through its samples. The
+    calls that leaves share are masked in all but one, and lie at their depth of the tree; leaves come in the order of
+    their last calls, so that the last row of the token ids is how the rollout ended.
 
     Args:
         where: what was read, for errors.
@@ -57,30 +62,32 @@ def joined(where: str, c: Columns) -> tuple[Columns, Parts | None]:
         The columns, and what ties samples to rollouts; None: every rollout is one sample.
 
     Raises:
-        ReplayError: samples of a rollout with different rewards, leaves that do not fit their masks.
+        ReplayError: samples of a rollout with different rewards, leaves that do not fit their masks or responses.
     """
     members: dict[Any, list[int]] = {}
     for row, (group, rollout) in enumerate(zip(c.groups, c.rollouts, strict=True)):
-        members.setdefault(("row", row) if rollout is None else (group, rollout), []).append(row)
+        members.setdefault((None, row) if rollout is None else (group, rollout), []).append(row)
     several = [rows for rows in members.values() if len(rows) > 1]
     if not several:
         return c, None
     made, turns = Columns(), []
-    for rows in members.values():
-        first, last = rows[0], rows[last_sample([c.leaves[row] for row in rows])]
-        parts = [c.masks[row] for row in rows]
+    for key, rows in members.items():
+        if len(rows) > 1:
+            rows[:] = [rows[number] for number in in_order([c.leaves[row] for row in rows])]
+        last = rows[-1]
         made.lengths.append(sum(c.lengths[row] for row in rows))
         made.total_lengths += [c.total_lengths[row] for row in rows]
         made.ids += [c.ids[row] for row in rows]
-        made.masks.append(np.concatenate(parts))
+        made.masks.append(np.concatenate([c.masks[row] for row in rows]))
         made.log_probs.append(_all(c.log_probs[row] for row in rows))
-        made.rewards.append(_reward(where, rows, [c.rewards[row] for row in rows]))
+        made.rewards.append(_reward(where, key[1], rows, [c.rewards[row] for row in rows]))
         made.endings.append(c.endings[last])
-        made.versions.append(_all(c.versions[row] for row in rows))
-        made.groups.append(c.groups[first])
-        number = c.rollouts[first]
-        made.row_ids.append(number if isinstance(number, int) and len(rows) > 1 else c.row_ids[last])
-        turns.append(_turns(where, rows, parts, [c.leaves[row] for row in rows] if len(rows) > 1 else [None]))
+        made.groups.append(c.groups[last])
+        made.row_ids.append(c.row_ids[last])
+        made.agent_failed.append(c.agent_failed[last])
+        own, versions = _turns(where, c, rows)
+        turns.append(own)
+        made.versions.append(_all(versions))
     return made, Parts(
         np.concatenate(turns),
         np.repeat(np.arange(len(members)), [len(rows) for rows in members.values()]),
@@ -96,25 +103,34 @@ def _all(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(found) if len(found) == len(listed) else None
 
 
-def _reward(where: str, rows: list[int], rewards: list[float]) -> float:
+def _reward(where: str, rollout: Label, rows: list[int], rewards: list[float]) -> float:
     given = {reward for reward in rewards if math.isfinite(reward)}
     if len(given) > 1:
         shown = ", ".join(f"sample {row}: {reward:g}" for row, reward in zip(rows, rewards, strict=True))
         raise ReplayError(
-            f"{where}: the samples of one rollout have several rewards ({shown}), and a rollout votes with one"
+            f"{where}: the samples of one rollout (rollout_id {short(rollout)}) have several rewards ({shown}), and a "
+            "rollout votes with one"
         )
     return given.pop() if given else math.nan
 
 
-def _turns(where: str, rows: list[int], masks: list[np.ndarray], leaves: list[Any]) -> np.ndarray:
-    """The turn of each token of a rollout, int32."""
+def _turns(where: str, c: Columns, rows: list[int]) -> tuple[np.ndarray, list[np.ndarray | None]]:
+    """The turn of each token of a rollout, `[n]` int32, and the versions that sampled the tokens of its samples."""
+    masks, leaves = [c.masks[row] for row in rows], [c.leaves[row] if len(rows) > 1 else None for row in rows]
     starts = [np.diff(mask.astype(np.int8), prepend=np.int8(0)) == 1 for mask in masks]
     try:
         turns = turns_of_runs([int(start.sum()) for start in starts], leaves)
     except ValueError as error:
         raise ReplayError(f"{where}, samples {', '.join(map(str, rows))}: {error}") from error
-    found = []
-    for mask, start, own in zip(masks, starts, turns, strict=True):
+    found, versions = [], []
+    for row, mask, start, leaf, own in zip(rows, masks, starts, leaves, turns, strict=True):
+        if leaf is not None and own and own[-1] >= mask.size:  # turns cost memory, and each has a token
+            raise ReplayError(
+                f"{where}, sample {row}: metadata['leaf']['path_node_ids'] puts its last call at turn {own[-1]}, but "
+                f"the response has {counted(mask.size, 'token')}; turns count from 0, and each has a token"
+            )
         table = np.array([-1, *own], np.int32)
         found.append(np.where(mask, table[np.cumsum(start)], np.int32(-1)))
-    return np.concatenate(found)
+        shared = own[0] if leaf is not None and own else 0
+        versions.append(versions_of(c.calls[row], mask, shared) if shared else c.versions[row])
+    return np.concatenate(found), versions
